@@ -214,16 +214,13 @@ def _kernels_of_a_block(rank: int, world_size: int) -> tuple[int, int]:
     sources = [torch.empty(item.layout.local_shape(rank), device="meta") for item in gather.items]
     flats = [torch.empty(item.layout.flat_numel, dtype=BF16, device="meta") for item in gather.items]
     grads = [torch.empty(shape, dtype=BF16, device="meta") for shape in shapes]
-    counts = []
-    for start in (
-        lambda: gather.transport.gather(gather, sources, flats),
-        lambda: over.reduce(reduction, grads, Mean()),
-    ):
-        with _Kernels() as kernels:
-            for _ in start():
-                pass
-        counts.append(kernels.count)
-    return counts[0], counts[1]
+    with _Kernels() as in_gather:
+        for _ in gather.transport.gather(gather, sources, flats):
+            pass
+    with _Kernels() as in_reduction:
+        for _ in over.reduce(reduction, grads, Mean()):
+            pass
+    return in_gather.count, in_reduction.count
 
 
 def test_a_device_rounds_much_at_once() -> None:

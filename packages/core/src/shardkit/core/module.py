@@ -98,8 +98,14 @@ class FSDPModule(StockFSDPModule):
     def _params(self, recurse: bool) -> list[FSDPParam]:
         """The parameters of this module, or of all below it. Its groups may have others: of `fully_shard([a, b])`."""
         below = {*cast(nn.Module, self).modules()}
-        params = (param for group in self._groups(recurse) for param in group.params)
-        return [param for param in params if any(slot.module() in below for slot in param.slots)]
+        found = []
+        for group in self._groups(recurse):
+            for param in group.params:
+                for slot in param.slots:
+                    if slot.module() in below:
+                        found.append(param)
+                        break
+        return found
 
     # -- unshard and reshard -------------------------------------------------------------------------------------------
 

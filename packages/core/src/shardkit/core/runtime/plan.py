@@ -33,8 +33,7 @@ from shardkit.core.runtime.sharding import ChunkLayout, runs_together
 from shardkit.core.runtime.storage import note_allocated
 
 SMALL_BYTES = 32 * 1024
-"""Chunks below this many bytes are packed. A message between two processes costs some tens of microseconds whatever its
-size, which is about what copying 32 KiB in and out of the packed buffer costs."""
+"""Chunks below this many bytes are packed: to copy them in and out costs about as much as a message of its own."""
 
 # A buffer this many times as large as its contents, and at least this many bytes larger, causes a warning.
 _MOST_PADDING = 2
@@ -388,9 +387,10 @@ class ReducePlan:
     @cached_property
     def padding_nbytes(self) -> int:
         """Bytes of the packed buffer that hold no element."""
-        packing = self.packing
-        unused = 0 if packing is None else packing.numel - sum(self.items[i].layout.numel for i in packing.items)
-        return unused * self.wire_dtype.itemsize
+        if self.packing is None:
+            return 0
+        used = sum(self.items[i].layout.numel for i in self.packing.items)
+        return (self.packing.numel - used) * self.wire_dtype.itemsize
 
     def output_views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """This rank's chunk of each item's reduced gradient: dense views of `flat`, of `local_shape(rank)`."""
@@ -533,8 +533,7 @@ def _check_world(layouts: Sequence[ChunkLayout], transport: Transport, label: st
         if layout.world_size != transport.world_size:
             raise ValueError(
                 f"{label}: a layout of shape {layout.shape} is cut for {layout.world_size} ranks, "
-                f"but the process group has {transport.world_size}; "
-                "pass the group that it is cut for"
+                f"but the process group has {transport.world_size}; pass the group that it is cut for"
             )
 
 
