@@ -458,6 +458,7 @@ class FSDPParamGroup(GroupGather):
         """Reshards when backward no longer needs the parameters."""
         if self.settings.reshard_after_backward and not (self.forward_users or self.prefetched or keep):
             self.reshard(release=release)
+        self.room.make_room()  # a reduction follows, and takes memory before the next gather does
 
     @property
     def has_gradients(self) -> bool:
@@ -512,7 +513,6 @@ class FSDPParamGroup(GroupGather):
             self.order_check.record("reduce-scatter", label, self.mesh.shard_group, self.device)
         assert self._transports is not None, self.label  # a gather came before
         transport = self._transports.reduce
-        self.room.make_room()  # as the next gather would; the reduction takes memory before it
         earlier, self._reducing = self._reducing, []
         for ticket in earlier:
             if not ticket.done:  # its backward was not the last: as in stock, sums do not pile up
