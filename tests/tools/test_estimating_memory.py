@@ -72,7 +72,7 @@ def test_the_peak_is_told_by_what_it_turned_out_to_be():
     assert peak.by_category["unsharded_parameters"] == matrices
     # The head's gradient is part of the peak, and is found to be one only afterwards.
     assert peak.by_category["gradients"] >= 4 * 4096 * 64
-    assert peak.by_category["activations"] < 4096 + 4 * 2 * 4096  # the gradient of the head's output is still there
+    assert peak.by_category["activations"] < 4096
     assert sum(peak.by_category.values()) == peak.bytes
 
 
