@@ -12,7 +12,7 @@ from shardkit.tools.estimating.simulation import simulate
 from shardkit.tools.machine import preset
 from tests.tools.llama_shaped import LlamaShaped
 
-BLOCKS = 18
+BLOCKS = 22
 H100 = preset("h100")
 
 

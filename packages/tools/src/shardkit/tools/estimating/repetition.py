@@ -56,7 +56,7 @@ def record(job: TrainingJob, axes: Mapping[str, int], rank: int, machine: Machin
     if found is not None:
         # Runs more blocks if more groups are in flight at a time, by the depth or about as many as fit the budget.
         replicated = len([name for name in axes if name != "tp"]) > 1
-        short = _LEAST_RUN + 4 * max(0, job.policies.prefetch_depth - 1) + 2 * replicated
+        short = _LEAST_RUN + 4 * max(0, job.policies.prefetch_depth - 1) + 4 * replicated
         block, dtype = next(found.model.get_submodule(found.fqn).children()), job.policies.param_dtype
         nbytes = sum(one.numel() * (dtype or one.dtype).itemsize for one in block.parameters()) // axes.get("tp", 1)
         while short < (job.policies.prefetch_budget or 0) // max(1, nbytes) + 3:
