@@ -46,7 +46,7 @@ ROWS = {
         ["world-size", "reshard", "dtype", "prefetch", "micro-batch", "peak", "reserved", "fits", "step", "exposed"],
         ["2", "false", "bfloat16", "2", "4", "B", "GiB", "yes", "B", "ms", "us"],
     ],
-    _PLAN: [["dp_shard 16, micro-batch 16, prefetch within 73.2 GiB  2.0 GiB", "ms", "us"]],
+    _PLAN: [["dp_replicate 2 x dp_shard 8, micro-batch 16, prefetch 1, keep, recompute  2.0 GiB", "ms", "us"]],
     "report report.json": [
         [LONG, "all-gather, forward", "10.0 ms", "GB/s"],
         ["profiler_overhead", "what recording cost, as a share of the recorded time"],
