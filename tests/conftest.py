@@ -2,8 +2,12 @@
 
 import pytest
 from _pytest.mark.structures import ParameterSet
+from hypothesis import settings
 
 from tests.support.pool import close_pools, start_server
+
+settings.register_profile("without a deadline", deadline=None)  # a busy machine is no fault
+settings.load_profile("without a deadline")
 
 
 def pytest_configure(config: pytest.Config) -> None:

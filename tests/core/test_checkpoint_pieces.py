@@ -46,7 +46,7 @@ def layouts(draw: st.DrawFn) -> Layout:
     return Layout(("weight",), torch.float32, shape, placements, mesh_shape, tuple(range(math.prod(mesh_shape))))
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150, derandomize=True)
 @given(layouts(), st.integers(0, 7))
 def test_each_element_is_written_once(layout: Layout, number: int):
     coordinates = list(itertools.product(*map(range, layout.mesh_shape)))
@@ -70,7 +70,7 @@ def test_replicas_take_turns():
     assert writers[0] == [0, 1] and writers[1] == [2, 3]
 
 
-@settings(max_examples=50, deadline=None, derandomize=True)
+@settings(max_examples=50, derandomize=True)
 @given(st.lists(st.tuples(shapes, st.integers(0, 1)), min_size=1, max_size=6))
 def test_an_index_comes_back_from_its_manifest(entries: list[tuple[tuple[int, ...], int]]):
     found = []
@@ -147,7 +147,7 @@ def paths(value: object, path: tuple[object, ...] = ()) -> list[tuple[object, ..
     return [path]
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150, derandomize=True)
 @given(st.dictionaries(keys, trees))
 def test_nested_state_comes_back(tree: dict[object, object]):
     try:

@@ -34,7 +34,6 @@ def test_programs_drawn_from_a_seed() -> None:
 @pytest.mark.slow
 @settings(
     max_examples=60,
-    deadline=None,
     database=None,
     derandomize=True,
     phases=[Phase.generate, Phase.shrink],

@@ -30,7 +30,6 @@ INPUTS = dict.fromkeys(
 )
 fuzzed = settings(
     max_examples=int(150 * FACTOR),
-    deadline=None,
     database=None,
     derandomize=FACTOR == 1,
     suppress_health_check=list(HealthCheck),

@@ -46,7 +46,6 @@ REFUSED = dict.fromkeys(INPUTS, 0)
 SHAPES = {"a": (6, 3), "b": (4,), "c": (5, 2)}
 fuzzed = settings(
     max_examples=int(150 * FACTOR),
-    deadline=None,
     database=None,
     derandomize=FACTOR == 1,
     suppress_health_check=list(HealthCheck),

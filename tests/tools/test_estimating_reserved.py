@@ -48,7 +48,7 @@ def test_holes_are_filled_before_the_end_is_used():
     assert reserved_after(*kept, (4, 31 * MIB), expandable=True) == 80 * MIB
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.booleans(), st.lists(st.tuples(st.integers(0, 7), st.integers(0, 30 * MIB)), max_size=60))
 def test_blocks_never_overlap_and_nothing_is_lost(expandable: bool, changes: list[tuple[int, int]]):
     allocator, live = CachingAllocator(expandable), dict[int, int]()

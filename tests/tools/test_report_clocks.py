@@ -75,7 +75,7 @@ PAIRS = list(combinations(range(4), 2))
 MILLISECONDS = st.floats(0.01, 20)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.floats(-50, 50), min_size=4, max_size=4),
     st.lists(st.tuples(MILLISECONDS, MILLISECONDS), min_size=len(PAIRS), max_size=len(PAIRS)),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import Placement, Replicate, Shard
@@ -63,7 +63,6 @@ def shards(parts: list[LogicalTensor]) -> list[tuple[tuple[slice, ...], torch.Te
     ]
 
 
-@settings(deadline=None)
 @given(moves())
 def test_round_trips_over_any_ranks(move):
     shape, blocks, before, after = move
@@ -86,7 +85,6 @@ def test_round_trips_over_any_ranks(move):
         assert torch.equal(local, region.take(fused).view(local.shape))
 
 
-@settings(deadline=None)
 @given(moves())
 def test_plain_whole_tensors_fill_what_each_rank_holds(move):
     shape, blocks, mesh, _ = move
