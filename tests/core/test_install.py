@@ -142,7 +142,7 @@ def missing_names(rank: int, world_size: int) -> None:
         shardkit.install()
     part.fully_shard = kept
     torch.__version__ = "2.10.1"
-    with pytest.raises(RuntimeError, match=r"torch 2\.10\.1 is installed; shardkit-core needs torch.*2\.12"):
+    with pytest.raises(RuntimeError, match=r"torch 2\.10\.1 is installed; shardkit-core needs torch.*2\.11"):
         shardkit.install()
     assert set(_bound().values()) == {STOCKS[0]}
 
