@@ -6,13 +6,49 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from shardkit.core import fully_shard
+from shardkit.core import Blocks, CPUOffloadPolicy, Owned, fully_shard
 from shardkit.core.initialisation import InitialisationWatch
 from shardkit.core.materialize import materialize
 from tests.support import rank_mesh, run_ranks
 
 WORLD_SIZES = [1, 2, 3, 4]
+
+
+class Everything(nn.Module):
+    """Initialisers of `torch.nn.init` and of `torch`, a padded embedding, and writes into a child's parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.padded = nn.Embedding(7, 6, padding_idx=5)
+        self.named = nn.ParameterDict({name: nn.Parameter(torch.ones(6, 5)) for name in INITIALISERS})
+        self.rows = nn.Parameter(torch.ones(7, 3))
+        self.last = nn.Linear(5, 6)
+        self.rows.mark = "kept"
+
+    def reset_parameters(self):
+        for name, initialise in INITIALISERS.items():
+            initialise(self.named[name])
+        with torch.no_grad():
+            self.rows.copy_(torch.normal(0.0, torch.ones(7, 3)))
+            self.rows[3:5] = 0.5
+            self.last.weight[2] = 0.0
+        nn.init.normal_(self.last.bias)
+        self.last.bias.seen = True
+
+
+INITIALISERS = {
+    "rejecting": lambda t: nn.init.trunc_normal_(t, std=4.0, a=-0.5, b=0.5),
+    "uniform": nn.init.uniform_,
+    "orthogonal": nn.init.orthogonal_,
+    "xavier": nn.init.xavier_normal_,
+    "kaiming": nn.init.kaiming_uniform_,
+    "eye": nn.init.eye_,
+    "sparse": lambda t: nn.init.sparse_(t, 0.4),
+    "like": lambda t: t.data.copy_(torch.randn_like(t) + torch.rand_like(t)),
+    "drop": lambda t: t.data.bernoulli_(0.3),
+}
 
 
 class Rotary(nn.Module):
@@ -137,6 +173,86 @@ def test_model_runs_afterwards(world_size):
     run_ranks(world_size, check_training)
 
 
+def placements_of_cases(rank, world_size):
+    """By case: the model on the meta device, sharded in one way."""
+    mesh = rank_mesh((world_size,), ("shard",))
+    rows = {"mesh": mesh, "shard_placement_fn": lambda p: Owned(0) if p.ndim == 2 else None}
+    cases = {
+        "rows": {"mesh": mesh},
+        "columns": {"mesh": mesh, "shard_placement_fn": shard_last_dim},
+        "owned": rows,
+        "blocks": {"mesh": mesh, "shard_placement_fn": lambda p: Blocks(elements=2) if p.ndim == 2 else None},
+        "offload": {"mesh": mesh, "offload_policy": CPUOffloadPolicy(pin_memory=False)},
+    }
+    if world_size == 4:
+        cases["replicas"] = {"mesh": rank_mesh((2, 2), ("replicate", "shard"))}
+    for case, options in cases.items():
+        with torch.device("meta"):
+            model = Everything()
+        if case == "rows" and world_size == 4:  # on top of tensor parallelism
+            both = rank_mesh((2, 2), ("shard", "tp"))
+            parallelize_module(model.last, both["tp"], ColwiseParallel())
+            options = {"mesh": both["shard"]}
+        fully_shard(model.last, **options)
+        yield case, fully_shard(model, **options)
+
+
+def check_every_initialiser(rank, world_size):
+    torch.manual_seed(3)
+    expected = Everything()
+    torch.manual_seed(4)
+    for module in (expected.padded, expected.last, expected):
+        module.reset_parameters()
+    state = torch.get_rng_state()
+    for case, model in placements_of_cases(rank, world_size):
+        torch.manual_seed(4)
+        materialize(model)
+        assert torch.equal(torch.get_rng_state(), state), case
+        for name, tensor in expected.state_dict().items():
+            assert torch.equal(model.state_dict()[name].full_tensor(), tensor), (case, name)
+        assert model.last.bias.seen and model.rows.mark == "kept"
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_every_initialiser_gives_the_values_of_one_process(world_size):
+    run_ranks(world_size, check_every_initialiser)
+
+
+class Keeps(nn.Module):
+    """Keeps its parameter in a list, where nothing can show it whole."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6, 4))
+
+    def reset_parameters(self):
+        nn.init.normal_(self.kept[0])
+
+
+class Reshapes(Keeps):
+    def reset_parameters(self):
+        self.weight = nn.Parameter(torch.ones(2, 2))
+
+
+def check_refused_initialisers(rank, world_size):
+    for kind, message in (
+        (Keeps, r"normal_ on a sharded tensor of shape \(6, 4\)"),
+        (Reshapes, r"'weight' of FSDPReshapes \(2, 2\); expected \(6, 4\)"),
+    ):
+        with torch.device("meta"):
+            model = fully_shard(kind(), mesh=rank_mesh((world_size,), ("shard",)))
+        sharded = model.weight
+        model.kept = [sharded]
+        with pytest.raises(RuntimeError, match=message):
+            materialize(model)
+        assert model._parameters == {"weight": model.weight} and model.weight.is_meta is False
+        assert isinstance(model.weight, DTensor)
+
+
+def test_initialisers_that_cannot_be_right_are_refused():
+    run_ranks(2, check_refused_initialisers)
+
+
 class NoReset(nn.Module):
     def __init__(self):
         super().__init__()
@@ -214,7 +330,8 @@ def check_init_callable(rank, world_size):
     def init(module):
         called.append(type(module).__name__)
         for parameter in module.parameters(recurse=False):
-            parameter.to_local().fill_(3.0)  # a write that DTensor does not see
+            assert type(parameter) is nn.Parameter  # whole, as before sharding
+            parameter.data.fill_(3.0)
         if isinstance(module, NoReset):
             torch.arange(3, out=module.table)
 

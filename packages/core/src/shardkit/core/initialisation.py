@@ -15,14 +15,13 @@ initialises nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardkit.core.parameters.region import region_of
-from shardkit.core.torch_compat import TorchDispatchMode, local_of
+from shardkit.core.torch_compat import TorchDispatchMode
 
 _RANDOM = frozenset(
     {"bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_"}
@@ -69,67 +68,64 @@ class _Memory:
 class InitialisationWatch(TorchDispatchMode):
     """Within this context, notes which elements of the watched tensors are overwritten.
 
-    It also gives DTensors on CPU the random numbers that an unsharded tensor would get from the same generator: each
-    rank draws the full tensor and keeps its piece. Otherwise every rank would fill its piece from the start of the same
-    sequence, and shards would repeat each other. (On accelerators DTensor itself handles this.)
+    Sharded tensors are filled from whole ones; `close` notes that one is complete. Tensors that are not watched count
+    as initialised.
     """
 
-    def __init__(self, tensors: Iterator[torch.Tensor]) -> None:
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._memories: dict[int, _Memory] = {}
-        self._alive: list[torch.Tensor] = []  # an address must not be reused while it is watched
+        self._alive: dict[int, torch.Tensor] = {}  # an address must not be reused while it is watched
+        self._open: dict[int, DTensor] = {}
         for tensor in tensors:
-            for local in _locals(tensor):
-                self._alive.append(local)
-                address = local.untyped_storage().data_ptr()
-                self._memories.setdefault(address, _Memory(local)).watch(local)
+            self.add(tensor)
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """Watches a tensor that is not initialised yet."""
+        if isinstance(tensor, DTensor):
+            self._open[id(tensor)] = tensor
+        elif tensor.numel():
+            self._alive[id(tensor)] = tensor
+            self._memories.setdefault(_address(tensor), _Memory(tensor)).watch(tensor)
+
+    def drop(self, tensor: torch.Tensor) -> None:
+        """Watches a plain tensor no longer."""
+        self._alive.pop(id(tensor), None)
+        self._memories.pop(_address(tensor), None)
+
+    def close(self, tensor: DTensor) -> None:
+        """Notes that all of a sharded tensor is initialised."""
+        self._open.pop(id(tensor), None)
 
     def is_initialised(self, tensor: torch.Tensor) -> bool:
         """Whether all elements of a tensor were overwritten, or its memory is not the watched one."""
-        return all(
-            memory.is_overwritten(local)
-            for local in _locals(tensor)
-            if (memory := self._memories.get(local.untyped_storage().data_ptr())) is not None
-        )
+        if isinstance(tensor, DTensor):
+            return id(tensor) not in self._open
+        memory = self._memories.get(_address(tensor))
+        return memory is None or not tensor.numel() or memory.is_overwritten(tensor)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         operator = str(func).split(".")[1]
-        if operator in _RANDOM and _is_dtensor_on_cpu(args[0]):
-            result = _draw_like_unsharded(func, args, kwargs)
-        else:
-            result = func(*args, **kwargs)
-        written = args[0] if operator in _OVERWRITING else kwargs.get("out")
+        if operator in _RANDOM and isinstance(args[0], DTensor):
+            raise RuntimeError(
+                f"an initialiser calls {operator} on a sharded tensor of shape {tuple(args[0].shape)} that it did not "
+                "get from its module: read the parameter as an attribute of the module, where it is whole"
+            )
+        result = func(*args, **kwargs)
+        written: Any = args[0] if operator in _OVERWRITING else kwargs.get("out")
         for tensor in written if isinstance(written, list | tuple) else [written]:
-            for local in _locals(tensor):
-                if (memory := self._memories.get(local.untyped_storage().data_ptr())) is not None:
-                    memory.overwrite(local)
+            memory = None if tensor is None or isinstance(tensor, DTensor) else self._memories.get(_address(tensor))
+            if memory is not None:
+                memory.overwrite(tensor)
         return result
 
 
-def _locals(tensor: object) -> list[torch.Tensor]:
-    """The memory behind a tensor on this rank: none for an empty shard, which needs no initialisation."""
-    if not isinstance(tensor, torch.Tensor):
-        return []
-    local = local_of(tensor) if isinstance(tensor, DTensor) else tensor
-    return [local] if local.numel() and not local.is_meta else []
+def _address(tensor: torch.Tensor) -> int:
+    return -1 if tensor.is_meta else tensor.untyped_storage().data_ptr()
 
 
 def _geometry(tensor: torch.Tensor) -> Geometry:
     return tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset())
-
-
-def _is_dtensor_on_cpu(tensor: object) -> bool:
-    return isinstance(tensor, DTensor) and local_of(tensor).device.type == "cpu"
-
-
-def _draw_like_unsharded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    tensor: DTensor = args[0]
-    full = torch.empty(tensor.shape, dtype=tensor.dtype)
-    func(full, *args[1:], **kwargs)
-    local = local_of(tensor)
-    if local.numel():
-        local.copy_(region_of("a tensor being initialised", tensor).take(full))
-    return tensor

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardkit.core.engine.state import state_of
 from shardkit.core.initialisation import InitialisationWatch
-from shardkit.core.torch_compat import apply_to_tensors
+from shardkit.core.parameters.adapters import user_attributes
+from shardkit.core.parameters.region import region_of
+from shardkit.core.torch_compat import apply_to_tensors, like_dtensor, local_of
 
 __all__ = ["allocate", "homes", "materialize"]
 
@@ -31,21 +35,24 @@ def materialize(
     restores. Tensors that are not on the meta device stay unchanged, unless the `reset_parameters()` of their submodule
     writes to them.
 
-    Random values come from torch's default generator of the device, so all ranks need the same seed. They do not depend
-    on the number of ranks. On accelerators they are those of DTensor's random operators. On CPU they equal, bit for
-    bit, those of the unsharded model; each rank draws one full tensor at a time for this.
+    An initialiser sees whole plain tensors, as before sharding: each parameter is allocated, or gathered, when it is
+    first read, and this rank keeps its part when the initialiser returns. So the values equal, bit for bit, those of
+    the unsharded model on the same device, on any number of ranks and with any placement, whatever the initialiser
+    does. Random values come from torch's default generators; all ranks need the same seed, and their generators are
+    equal again afterwards. The memory for it is that of the largest submodule that one initialiser writes.
 
-    Collective over the meshes of the model: the ranks compare which tensors were missed, so that all of them raise
-    together, including those with an empty shard.
+    Collective over the meshes of the model where an initialiser writes what another one has initialised.
 
     Args:
         module: the outermost module.
         device: device of the sharded parameters; by default that of their mesh, or the CPU under `CPUOffloadPolicy`.
             Plain parameters and buffers go to the mesh's device, or to `device` if there is no mesh.
-        init: called with each such submodule in place of its `reset_parameters()`.
+        init: called with each such submodule in place of its `reset_parameters()`; its parameters are whole.
 
     Raises:
-        RuntimeError: if parameters or buffers were left uninitialised; the message has their FQNs.
+        RuntimeError: if parameters or buffers were left uninitialised; the message has their FQNs. If an initialiser
+            replaces a parameter by one of another shape, or draws random values for a sharded tensor that it did not
+            get from its module.
     """
     slots = list(_meta_slots(module))
     if not slots:
@@ -53,11 +60,12 @@ def materialize(
     owners = {id(slot.owner) for slot in slots}
     allocate(module, lambda tensor: tensor.is_meta, device)
     with torch.no_grad(), InitialisationWatch(slot.tensor() for slot in slots) as watch:
+        whole = _WholeTensors(watch)
         for submodule in _bottom_up(module, set()):
             if id(submodule) in owners and (initialise := init or _initialiser_of(submodule)) is not None:
-                initialise(submodule)
-    missed = [slot.tensor().is_meta or not watch.is_initialised(slot.tensor()) for slot in slots]
-    left = [slot for slot, anywhere in zip(slots, _missed_anywhere(module, missed), strict=True) if anywhere]
+                with whole.inside(submodule):
+                    initialise(submodule)
+    left = [slot for slot in slots if slot.tensor().is_meta or not watch.is_initialised(slot.tensor())]
     if left:
         raise RuntimeError(_report(left, init))
 
@@ -142,18 +150,72 @@ def _bottom_up(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
     yield module
 
 
-def _missed_anywhere(module: nn.Module, missed: list[bool]) -> list[bool]:
-    """Whether any rank missed each tensor. Collective over every axis of every mesh in the model, one at a time."""
-    meshes = dict.fromkeys(p.device_mesh for p in module.parameters() if isinstance(p, DTensor))
-    for mesh in meshes:
-        if mesh.get_coordinate() is None:
-            continue
-        flags = torch.tensor(missed, dtype=torch.int32, device=mesh.device_type)
-        for axis in range(mesh.ndim):
-            if mesh.size(axis) > 1:
-                dist.all_reduce(flags, dist.ReduceOp.MAX, group=mesh.get_group(axis))
-        missed = [bool(flag) for flag in flags.tolist()]
-    return missed
+class _WholeTensors:
+    """Shows initialisers whole plain tensors in place of sharded ones, and cuts them afterwards."""
+
+    def __init__(self, watch: InitialisationWatch) -> None:
+        self._watch = watch
+        self._whole: dict[int, torch.Tensor] = {}  # of the tensors that the running initialiser has read, by id
+
+    @contextmanager
+    def inside(self, module: nn.Module) -> Iterator[None]:
+        """Parameters at and below `module` are whole inside; unless it raises, the shards have their values then."""
+        kept = [(submodule, submodule._parameters) for submodule in module.modules()]
+        for submodule, parameters in kept:
+            submodule.__dict__["_parameters"] = _Shown(parameters, self._shown)
+        try:
+            yield
+            changed: dict[int, tuple[str, DTensor, torch.Tensor]] = {}
+            for submodule, parameters in kept:
+                for name, shown in submodule.__dict__["_parameters"].data.items():
+                    if not isinstance(sharded := parameters.get(name), DTensor):
+                        parameters[name] = shown
+                    elif shown is not sharded:
+                        changed[id(sharded)] = f"'{name}' of {type(submodule).__name__}", sharded, shown
+            for one in changed.values():
+                self._cut(*one)
+        finally:
+            for submodule, parameters in kept:
+                submodule.__dict__["_parameters"] = parameters
+            self._whole.clear()
+
+    def _shown(self, parameter: torch.Tensor | None) -> torch.Tensor | None:
+        if not isinstance(parameter, DTensor):
+            return parameter
+        if (whole := self._whole.get(id(parameter))) is None:
+            local = local_of(parameter).detach()
+            if fresh := not self._watch.is_initialised(parameter):
+                values = torch.empty(parameter.shape, dtype=local.dtype, device=local.device)
+            else:
+                there = local.to(parameter.device_mesh.device_type)
+                values = like_dtensor(there, parameter).full_tensor().to(local.device)
+            whole = self._whole[id(parameter)] = nn.Parameter(values, parameter.requires_grad)
+            whole.__dict__.update(user_attributes(parameter))
+            if fresh:
+                self._watch.add(whole)
+        return whole
+
+    def _cut(self, name: str, sharded: DTensor, whole: torch.Tensor) -> None:
+        if whole.shape != sharded.shape:
+            raise RuntimeError(f"an initialiser made {name} {tuple(whole.shape)}; expected {tuple(sharded.shape)}")
+        if self._watch.is_initialised(whole) and not whole.is_meta:
+            self._watch.close(sharded)
+            if (part := region_of(name, sharded).take(whole)).numel():
+                local_of(sharded).copy_(part)
+            sharded.__dict__.update(user_attributes(whole))
+        self._watch.drop(whole)
+
+
+class _Shown(UserDict[str, nn.Parameter | None]):
+    """The parameters of a module, each passed through `show` when it is read."""
+
+    def __init__(self, parameters: dict[str, nn.Parameter | None], show: Callable[[Any], Any]) -> None:
+        super().__init__(parameters)
+        self._show = show
+
+    def __getitem__(self, name: str) -> nn.Parameter | None:
+        self.data[name] = self._show(self.data[name])
+        return self.data[name]
 
 
 def _initialiser_of(submodule: nn.Module) -> Callable[[nn.Module], object] | None:
