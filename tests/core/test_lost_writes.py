@@ -117,8 +117,9 @@ class _Swaps(nn.Module):
 def _within_forward(rank: int, world_size: int) -> None:
     model = fully_shard(_Swaps())
     model.set_reshard_after_forward(True)
+    _step(model)
     with pytest.raises(RuntimeError, match=r"'linear\.weight' was replaced .* while it was unsharded"):
-        _step(model)  # backward gathers it again
+        _step(model)
 
 
 def test_data_within_forward() -> None:

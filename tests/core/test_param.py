@@ -14,6 +14,7 @@ from shardkit.core import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy,
 from shardkit.core.mesh import data_parallel_mesh
 from shardkit.core.parameters.adapters import form_of
 from shardkit.core.parameters.param import FSDPParam
+from shardkit.core.parameters.registration import changed, take_over
 from shardkit.core.parameters.slot import Slot
 from shardkit.core.torch_compat import like_dtensor, local_of, new_dtensor
 from tests.support import rank_mesh, run_ranks
@@ -60,7 +61,7 @@ def _shards_live_where_they_are_told(rank: int, world_size: int) -> None:
                 module, param = _param("cuda:0", policy, torch.empty(5, 3, device=original), mesh)
                 assert module.weight is param.sharded_param
                 assert local_of(module.weight).device.type == expected
-                assert not param.refresh()
+                assert not changed([param])
                 param.check_ready()
                 for dtype in (torch.float32, torch.bfloat16):
                     gradient = torch.empty(param.local_shape, dtype=dtype, device=expected)
@@ -92,7 +93,8 @@ def _moved_since(rank: int, world_size: int) -> None:
             moved = torch.empty(param.local_shape, device=there)
             moved = new_dtensor(moved, old.device_mesh, old.placements, old.shape)
             module.weight = nn.Parameter(moved, requires_grad=False)
-            assert param.refresh()
+            assert changed([param]) == [param]
+            assert take_over(param, loading=False)
             with pytest.raises(RuntimeError, match=rf"parameter 'weight' is on {there}, .*{because}"):
                 param.check_ready()
 

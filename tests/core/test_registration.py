@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from shardkit.core import fully_shard
 from shardkit.core.engine.state import state_of
@@ -71,6 +72,63 @@ def _frozen_in_forward(rank: int, world_size: int, reshard_after_forward: bool) 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_parameter_that_is_frozen_while_it_is_unsharded(world_size: int, reshard_after_forward: bool) -> None:
     run_ranks(world_size, _frozen_in_forward, reshard_after_forward)
+
+
+class _Momentum(nn.Module):
+    """Its forward writes to the parameters of a teacher, whose gather is under way by then, the same in each run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.student(x)
+        with torch.no_grad():
+            for old, new in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+                old.copy_(new.detach()).mul_(0.5)
+        return y * self.teacher(x)
+
+
+def _written_in_forward(rank: int, world_size: int) -> None:
+    def shard(model: Any) -> None:
+        for layer in (model.student, model.teacher):
+            fully_shard(layer)
+        fully_shard(model)
+
+    twins = Twins.of(rank, world_size, _Momentum, shard)
+    for model in (twins.sharded, twins.whole):
+        model.teacher.requires_grad_(False)
+    for _ in range(4):
+        twins.step(_loss)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_forward_that_writes_to_parameters_that_it_reads_later(world_size: int) -> None:
+    run_ranks(world_size, _written_in_forward)
+
+
+class _Calls(_Two):
+    """Computes with other values of its second layer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        others = {name: 2 * parameter.detach() for name, parameter in self.second.named_parameters()}
+        return torch.func.functional_call(self.second, others, (self.first(x),))
+
+
+def _replaced_in_forward(rank: int, world_size: int) -> None:
+    """Stock ignores the other values."""
+    _shard(model := _Calls())
+    with pytest.raises(RuntimeError, match=r"'second\.weight' was replaced on its module since the forward of"):
+        model(batch(rank, 3, 4))
+    model.reset_iter_state()
+    for layer in (model.first, model.second):
+        layer(batch(rank, 3, 4)).sum().backward()
+        assert all(isinstance(parameter, DTensor) for parameter in layer.parameters())
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_parameter_that_is_replaced_in_forward_is_refused(world_size: int) -> None:
+    run_ranks(world_size, _replaced_in_forward)
 
 
 class _Tied(nn.Module):
@@ -191,7 +249,6 @@ class _Language(nn.Module):
         super().__init__()
         self.embedding, self.head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
         self.head.weight = self.embedding.weight
-        self.gone = nn.Linear(4, 4)  # a test takes it out
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.head(self.embedding(tokens))
@@ -232,11 +289,16 @@ def _untied_after_sharding(rank: int, world_size: int, separate: bool) -> None:
         with refused():
             then(model)
             model(_TOKENS)
-    for factors in ((1, 2), (1, 1)):  # two parameters, which one process would train apart
-        model = _language(separate)
-        model.embedding.weight, model.head.weight = (_new(model, factor) for factor in factors)
-        with refused():
-            model(_TOKENS)
+    model = _language(separate)
+    model.embedding.weight, model.head.weight = _new(model), _new(model, 2)
+    with refused():
+        model(_TOKENS)
+    model = _language(separate)
+    model.load_state_dict({"embedding.weight": _new(model, 3).detach()}, strict=False, assign=True)
+    with refused():
+        model(_TOKENS)
+    model.head.weight = model.embedding.weight
+    model(_TOKENS)
 
 
 @pytest.mark.parametrize("separate", [False, True])
@@ -247,12 +309,12 @@ def test_a_tie_that_is_cut_after_sharding_is_refused(world_size: int, separate: 
 
 def _tied_again(rank: int, world_size: int, separate: bool) -> None:
     """The model can be trained, moved and cast after each of them."""
-    for change in (_assign_to_both, _load_both, _load_one, _call_with_others, _load_one_without_a_module):
+    for change in (_assign_to_both, _load_both, _call_with_others):
         model = _language(separate)
         before = model(_TOKENS).detach()
         model.reshard()
         factor = change(model)
-        assert model.head.weight is model.embedding.weight or change is _assign_to_both
+        assert model.head.weight is model.embedding.weight
         for dtype in (torch.float32, torch.float64):
             model.to(dtype)
             output = model(_TOKENS)
@@ -273,12 +335,6 @@ def _load_both(model: Any) -> float:
     return 3
 
 
-def _load_one(model: Any) -> float:
-    """As a file of safetensors has it, which keeps one name of a tie."""
-    model.load_state_dict({"embedding.weight": _new(model, 3).detach()}, strict=False, assign=True)
-    return 3
-
-
 def _call_with_others(model: Any) -> float:
     """Restores the parameters at its end."""
     others = {fqn: parameter.detach() * 2 for fqn, parameter in model.named_parameters()}
@@ -291,28 +347,10 @@ def _call_with_others(model: Any) -> float:
     return 1
 
 
-def _load_one_without_a_module(model: Any) -> float:
-    model.gone = nn.Identity()
-    return _load_one(model)
-
-
 @pytest.mark.parametrize("separate", [False, True])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_tie_that_gets_other_values(world_size: int, separate: bool) -> None:
     run_ranks(world_size, _tied_again, separate)
-
-
-class _LoadsItself(nn.Linear):
-    """Loads a state dict within the load of another one."""
-
-    _loads = False
-
-    def _load_from_state_dict(self, state: Any, prefix: str, *others: Any) -> None:
-        super()._load_from_state_dict(state, prefix, *others)
-        if not self._loads:
-            self._loads = True
-            self.load_state_dict({"weight": state[prefix + "weight"]}, assign=True)
-            self._loads = False
 
 
 def _different_values_in_a_state_dict(rank: int, world_size: int, shard: Callable[[Any], Any]) -> None:
@@ -343,80 +381,3 @@ def _root(model: Any) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_state_dict_with_different_values_for_a_tie_is_refused(world_size: int, shard: Callable[[Any], Any]) -> None:
     run_ranks(world_size, _different_values_in_a_state_dict, shard)
-
-
-def _names_on_meta(rank: int, world_size: int, shard: Callable[[Any], Any]) -> None:
-    """A model on meta whose state dict got values for one name of the tie: the other name does not undo the load."""
-    for missing in ("embedding.weight", "head.weight"):
-        shard(whole := _Language())
-        with torch.device("meta"):
-            shard(model := _Language())
-        values = whole.state_dict()
-        model.load_state_dict(model.state_dict() | {fqn: values[fqn] for fqn in values if fqn != missing}, assign=True)
-        assert torch.equal(model(_TOKENS), whole(_TOKENS))
-
-
-@pytest.mark.parametrize("shard", [_root, _both])
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_state_dict_with_one_name_of_a_tie_on_meta(world_size: int, shard: Callable[[Any], Any]) -> None:
-    run_ranks(world_size, _names_on_meta, shard)
-
-
-class _LoadsTwice(nn.Linear):
-    """As one that takes some keys in an old format first."""
-
-    def _load_from_state_dict(self, state: Any, prefix: str, meta: Any, *others: Any) -> None:
-        super()._load_from_state_dict(state, prefix, meta, *others)
-        super()._load_from_state_dict({}, prefix, meta, False, [], [], [])
-
-
-class _LoadsWithoutTorch(nn.Linear):
-    """No hook of ours runs before its load."""
-
-    def _load_from_state_dict(self, state: Any, prefix: str, *others: Any) -> None:
-        self.weight = nn.Parameter(state[f"{prefix}weight"])
-
-
-class _LoadsItsChild(nn.Module):
-    """Loads its own use of the tie first, then a child's by a state dict of the child's own."""
-
-    def __init__(self, weight: nn.Parameter) -> None:
-        super().__init__()
-        self.weight, self.child = weight, nn.Linear(4, 8, bias=False)
-        self.child.weight = weight
-
-    def _load_from_state_dict(self, state: Any, prefix: str, *others: Any) -> None:
-        weight = state.pop(f"{prefix}child.weight")
-        super()._load_from_state_dict(state, prefix, *others)
-        self.child.load_state_dict({"weight": weight}, assign=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.child(x) + x @ self.weight.t()
-
-
-_HEADS = {
-    "within": lambda: _LoadsItself(4, 8, bias=False),
-    "twice": lambda: _LoadsTwice(4, 8, bias=False),
-    "without torch": lambda: _LoadsWithoutTorch(4, 8, bias=False),
-    "child": lambda: _LoadsItsChild(nn.Parameter(torch.ones(8, 4))),
-}
-
-
-def _own_loads(rank: int, world_size: int, shard: Callable[[Any], Any], head: str) -> None:
-    model = _Language()
-    model.head = _HEADS[head]()
-    for module in model.head.modules():
-        module.weight = model.embedding.weight
-    shard(model)
-    before = model(_TOKENS).detach()
-    values = {fqn: value.detach() * 2 for fqn, value in model.state_dict().items()}
-    model.load_state_dict(values, strict=head != "child", assign=True)
-    assert torch.allclose(model(_TOKENS), before * 4)
-    assert len({*map(id, model.parameters())}) == 3, "the tie, and the two of a layer"
-
-
-@pytest.mark.parametrize("head", _HEADS)
-@pytest.mark.parametrize("shard", [_root, _both])
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_modules_with_loads_of_their_own_tie_again(world_size: int, shard: Callable[[Any], Any], head: str) -> None:
-    run_ranks(world_size, _own_loads, shard, head)

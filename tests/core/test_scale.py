@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import shardkit.core
 from shardkit.core import CompressionPolicy, MixedPrecisionPolicy, fully_shard
 from shardkit.core.engine import group_gather, order, param_group, room, state, timetable
-from shardkit.core.parameters import param, slot, ties
+from shardkit.core.parameters import param, registration, slot
 from shardkit.core.runtime import plan as plan_module
 from shardkit.core.runtime.collective import C10dTransport
 from shardkit.core.runtime.compressed.transport import CompressedTransport
@@ -326,7 +326,7 @@ def _loads_do_not_grow(rank: int, world_size: int, assign: bool, tied: bool) -> 
     torch's own work is not counted: it filters the whole state dict for each module.
     """
     _as_rank_0_of(2)
-    ours = (state, param_group, group_gather, ties, slot, param)
+    ours = (state, param_group, group_gather, registration, slot, param)
     each = []
     for modules in (20, 200):
         model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(modules)))

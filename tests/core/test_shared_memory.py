@@ -68,7 +68,7 @@ def test_shards_lie_in_shared_memory_from_the_start() -> None:
         assert placed == [True] * 4
 
 
-def _many_modules_are_loaded(rank: int, world_size: int, one_by_one: bool) -> None:
+def _many_modules_are_loaded(rank: int, world_size: int) -> None:
     """More modules in one group than a message carries descriptors of memory files."""
     whole = nn.Sequential(*(nn.Linear(4, 4) for _ in range(300)))
     torch.manual_seed(1)
@@ -77,13 +77,8 @@ def _many_modules_are_loaded(rank: int, world_size: int, one_by_one: bool) -> No
     model = fully_shard(nn.Sequential(*(nn.Linear(4, 4) for _ in range(300))), mesh=rank_mesh((world_size,)))
     full, mine = whole.state_dict(), model.state_dict()
     values = {name: distribute_tensor(one, mine[name].device_mesh, mine[name].placements) for name, one in full.items()}
-    if one_by_one:
-        for number, layer in enumerate(model):
-            state = {name: values[f"{number}.{name}"] for name in ("weight", "bias")}
-            layer.load_state_dict(state, assign=True)
-    else:
-        model.load_state_dict(values, assign=True)
-        assert _segments_of(model) == 1, "the shards of a load lie side by side"
+    model.load_state_dict(values, assign=True)
+    assert _segments_of(model) == 1, "the shards of a load lie side by side"
     taken = [parameter.to_local().data_ptr() for parameter in model.parameters()]
     torch.testing.assert_close(model(torch.ones(2, 4)), whole(torch.ones(2, 4)))
     model.reshard()
@@ -96,10 +91,8 @@ def _segments_of(model: nn.Module) -> int:
     return len({id(place[0]) for place in places if place is not None})
 
 
-@pytest.mark.parametrize("one_by_one", [False, True])
-def test_loads_of_more_modules_than_a_message_has_descriptors(one_by_one: bool) -> None:
-    """Modules that are loaded one by one have a memory file each; such shards are copied for each gather."""
-    run_ranks(2, _many_modules_are_loaded, one_by_one, isolated=True)
+def test_loads_of_more_modules_than_a_message_has_descriptors() -> None:
+    run_ranks(2, _many_modules_are_loaded, isolated=True)
 
 
 def _leaves_nothing(rank: int, world_size: int) -> tuple[int, int, int]:

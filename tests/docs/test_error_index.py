@@ -62,7 +62,7 @@ def test_errors_that_helpers_make_are_listed():
 @pytest.mark.parametrize(
     ("kind", "place", "words"),
     [
-        ("RuntimeError", "shardkit.core.parameters.param.", "the data of parameter '{fqn}' was replaced"),
+        ("RuntimeError", "shardkit.core.parameters.registration.", "the data of parameter '{fqn}' was replaced"),
         ("RuntimeError", "shardkit.core.clip.grad_norm", "of the gradients is {"),
         ("ConnectionError", "shardkit.core.runtime.shared.connection.", "the process of rank {peer}"),
         ("NoFlatParameterError", "shardkit.legacy_fsdp_compat.fully_sharded_data_parallel.", "no flat parameter"),

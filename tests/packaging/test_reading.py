@@ -21,11 +21,11 @@ from tests.packaging.test_layers import LAYERS
 from tests.support import run_ranks
 
 ROOT = Path(shardkit.core.__file__).parent
-# Profiler ranges, storage that comes and goes, a place in a module, the form of a plain parameter.
+# Profiler ranges, storage that comes and goes, places in modules, the form of a plain parameter.
 LEAVES = {
     "engine/ranges",
     "runtime/storage",
-    "parameters/slot",
+    "parameters/registration",
     "parameters/adapters",
 }
 

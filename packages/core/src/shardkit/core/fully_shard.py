@@ -277,7 +277,7 @@ def _join_ties(state: FSDPState, managed: Managed) -> None:
             for user in list(group.users):
                 user.add_group(shared)
             group = shared
-        group.forget_params()
+        group.forget_plans()
         state.add_group(group)
 
 
@@ -286,4 +286,5 @@ def _watch_state_dicts(state: FSDPState, modules: Sequence[nn.Module]) -> None:
         if state_of(module) is state or any(parameter is not None for parameter in module._parameters.values()):
             module.register_state_dict_pre_hook(state.to_sharded)
             module.register_load_state_dict_pre_hook(state.before_load)
+        if state_of(module) is state:
             module.register_load_state_dict_post_hook(state.after_load)

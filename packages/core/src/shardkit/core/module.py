@@ -133,6 +133,8 @@ class FSDPModule(StockFSDPModule):
         state = self._get_fsdp_state()
         state.refuse_unended(f"unshard() of '{state.fqn}' is called", inside=True)
         for group in groups:
+            group.sweep()
+        for group in groups:
             group.unshard()
             group.held_by_user = True
         handle = UnshardHandle(groups)
@@ -507,7 +509,7 @@ class FSDPModule(StockFSDPModule):
                 param.sharded_param.__dict__.update(put)  # torch replaces a DTensor's attributes by those of a new one
             try:
                 for group in self._groups():
-                    group.adopt()
+                    group.sweep(loading=True)
             finally:
                 for param, gradient in zip(params, gradients, strict=True):
                     param.put_gradients_back(gradient)

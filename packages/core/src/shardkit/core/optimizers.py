@@ -6,7 +6,6 @@ import functools
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -16,15 +15,12 @@ from shardkit.core.engine.lazy_init import live_roots
 from shardkit.core.engine.param_group import FSDPParamGroup
 from shardkit.core.optimizer_steps.whole_state import cut_whole_state
 from shardkit.core.optimizer_steps.whole_steps import after_step, before_step
-from shardkit.core.parameters.lost_writes import are_as_marked, check_gradient
+from shardkit.core.parameters.gradient_hooks import check_gradient
 from shardkit.core.parameters.managed import added_parameters
 from shardkit.core.parameters.param import sharded_counterpart
 from shardkit.core.torch_compat import no_dynamo
 
 __all__ = ["watch_optimizers"]
-
-
-_gradient_of = attrgetter("sharded_param.grad")
 
 
 @dataclass(frozen=True)
@@ -64,10 +60,8 @@ def refuse_stale_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: 
             pending = [param for param in group.pending if id(param.sharded_param) in identities]
             if pending and not _makes_states(optimizer):
                 pending[0].refuse_pending("an optimizer steps")
-            gradients = [*map(_gradient_of, group.params)]
-            if not are_as_marked(gradients):
-                for param, gradient in zip(group.params, gradients, strict=True):
-                    check_gradient(param.fqn, gradient)
+            for param in group.params:
+                check_gradient(param.fqn, param.sharded_param.grad)
 
 
 def _makes_states(optimizer: torch.optim.Optimizer) -> bool:

@@ -94,6 +94,7 @@ __all__ = [
     "transforms_active",
     "unwrapped",
     "version_of",
+    "versions_of",
     "wraps_tensors",
 ]
 
@@ -512,6 +513,14 @@ def version_of(tensor: torch.Tensor) -> int:
         return int(tensor._version)
     except RuntimeError:  # an inference tensor has no counter; asking first costs more than the counter
         return 0
+
+
+def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """`version_of` each."""
+    try:
+        return [tensor._version for tensor in tensors]
+    except RuntimeError:
+        return [*map(version_of, tensors)]
 
 
 def backend_of(group: torch.distributed.ProcessGroup, device: torch.device) -> Any:

@@ -55,7 +55,7 @@ def _before_save(module: Any, prefix: str, keep_vars: bool) -> None:
     unit: Unit = module._unit
     if not module._summoned:
         for group in module._state.groups:
-            group.refresh()
+            group.sweep()
     if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT and unit.parameters:
         _ = unit.layout  # raises for parameters of several dtypes
 

@@ -56,7 +56,7 @@ def summoned(units: Sequence[tuple[Unit, FSDPState]], options: SummonOptions) ->
             refuse_while_running(state, "summon_full_params")
             state.to_sharded()
             for group in state.groups:
-                group.refresh()
+                group.sweep()
         for unit, _ in units:
             for parameter in unit.parameters:
                 sharded = parameter.sharded

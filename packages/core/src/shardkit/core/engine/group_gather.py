@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Sequence
-from itertools import repeat
-from operator import attrgetter, contains, eq, is_
 
 import torch
-from torch import nn
 
 from shardkit.core import events
 from shardkit.core.engine.communication import Communication
 from shardkit.core.engine.context import CommContext
 from shardkit.core.engine.order_check import agree
 from shardkit.core.mesh import DataParallelMesh, PostForwardMesh
-from shardkit.core.parameters.adapters import HOOK
 from shardkit.core.parameters.param import FSDPParam
-from shardkit.core.parameters.slot import Slot, Slots
 from shardkit.core.policies import CompressionPolicy
 from shardkit.core.runtime.choice import Transports, may_share_memory, transport_for
 from shardkit.core.runtime.collective import gather_alone
@@ -26,11 +20,9 @@ from shardkit.core.runtime.lanes import Ticket
 from shardkit.core.runtime.plan import GatherItem, GatherPlan, Transport, plan_gather
 from shardkit.core.runtime.sharding import ChunkLayout
 from shardkit.core.runtime.shared.segment import shared_if_possible
-from shardkit.core.torch_compat import local_of, version_of
+from shardkit.core.torch_compat import versions_of
 
 __all__ = ["GroupGather"]
-
-_gathered_version = attrgetter("gathered_version")
 
 
 class GroupGather:
@@ -39,7 +31,6 @@ class GroupGather:
     Attributes:
         label: name of the group in messages.
         context: the lanes that it shares with the other groups of its root.
-        stale: whether an optimizer has stepped since the last gather, so that unsharded parameters are out of date.
     """
 
     def __init__(
@@ -56,20 +47,17 @@ class GroupGather:
         self.post_forward_mesh = post_forward_mesh
         self.label = ", ".join(param.fqn for param in params[:1])
         self.context = CommContext(device)
-        self.stale = False
         self._communication = Communication(compression)
         self._transports: Transports | None = None  # chosen by the first gather
         self._transports_of: Communication | None = None  # that they were chosen for
         self._offloaded = any(param.offload is not None for param in params)
-        self._written = True  # an optimizer has stepped since the lane last waited for writers of the shards
+        self._versions: list[int] = []  # of the shards, when the gather lane last waited for their writers
         self._checked = False  # whether the parameters are where a gather needs them
         self._plan: GatherPlan | None = None
         self._items: list[list[GatherItem]] = []
         self._kept_plan: GatherPlan | None = None
         self._buffer_bytes: int | None = None
         self._parameter_bytes: int | None = None
-        self._columns: _Columns | None = None
-        self._holders: dict[weakref.ReferenceType[nn.Module], dict[FSDPParam, list[Slot]]] | None = None
         self._subclassed: bool | None = None
         self._share_shards(self.params)
 
@@ -85,7 +73,7 @@ class GroupGather:
         if self._transports is not None:
             self._transports.forget_residuals()
         self._communication = communication
-        self._forget_plans()
+        self.forget_plans()
 
     def _chosen_transports(self) -> Transports:
         """The transports, chosen by the first gather after a change (collective: ranks of the shard group meet)."""
@@ -104,23 +92,8 @@ class GroupGather:
         for param, copy in zip(shards, shared_if_possible(list(shards.values()), self.label), strict=True):
             param.move_shard(copy)
 
-    def _held_by(self, module: nn.Module) -> dict[FSDPParam, list[Slot]]:
-        """The parameters of this group that `module` itself holds, with its slots."""
-        if self._holders is None:
-            self._holders = {}
-            for param in self.params:
-                for slot in param.slots:
-                    if slot.module() is not None:
-                        self._holders.setdefault(slot.module, {}).setdefault(param, []).append(slot)
-        return self._holders.get(weakref.ref(module), {})
-
-    def forget_params(self) -> None:
-        """Forgets which tensors the parameters and their slots have, and with them all plans."""
-        self._columns = None
-        self._holders = None
-        self._forget_plans()
-
-    def _forget_plans(self) -> None:
+    def forget_plans(self) -> None:
+        """Forgets what was worked out from the parameters: they are others now, or their shards."""
         self._checked = False
         self._plan = None
         self._items = []
@@ -161,61 +134,27 @@ class GroupGather:
     # -- gathers -------------------------------------------------------------------------------------------------------
 
     def note_step(self) -> None:
-        """Notes that an optimizer has stepped, which bumps no version counter."""
-        self.stale = self._written = True
-
-    def _refresh(self, params: Sequence[FSDPParam] | None = None) -> bool:
-        if params is None:
-            if self._columns is not None and self._columns.hold:
-                return False
-            params = self.params
-        try:
-            changed = [param for param in params if param.refresh()]
-        except BaseException:  # earlier parameters have already been refreshed
-            self.forget_params()
-            raise
-        if changed:
-            self._forget_plans()
-        self._columns = None  # the gather that follows notes the new ones
-        return bool(changed)
+        """Notes that an optimizer has stepped: fused and foreach kernels bump no version counter of a DTensor."""
+        self._versions = []
 
     @property
-    def changed_since_gather(self) -> bool:
-        """While sharded parameters are registered: whether one was written to, or replaced, since its last gather."""
-        if self._columns is not None and self._columns.as_gathered:
-            return False
-        return any(param.changed_since_gather for param in self.params)
+    def written(self) -> bool:
+        """Whether the shards were written to since their last gather, or since `note_ordered`."""
+        return self._versions != self._current_versions()
 
-    def _register_unsharded(self) -> None:
-        """After a gather: registers the unsharded parameters on the modules, creating them if needed.
+    def note_ordered(self) -> None:
+        """Notes that later gathers of the lane are ordered after all writes to the shards so far."""
+        self._versions = self._current_versions()
 
-        Notes the tensors that the parameters have now, which the next refresh compares with.
-        """
-        if self._columns is None or not self._columns.complete:
-            for param in self.params:
-                if param.unsharded_param is None or param.subclass is not None:
-                    param.make_unsharded(param.sharded_param.requires_grad)
-            self._columns = _Columns(self.params)
-        self._columns.slots.register_unsharded()
-
-    def _pass_on_freezing(self) -> None:
-        """While unsharded parameters are registered: sharded ones may have been frozen, or trained again."""
-        if self._columns is not None:
-            self._columns.slots.pass_on_freezing()
-
-    def _register_sharded(self) -> None:
-        """Before the unsharded memory is freed: registers the sharded parameters on the modules."""
-        assert self._columns is not None  # the gather has made them
-        self._columns.slots.register_sharded()
+    def _current_versions(self) -> list[int]:
+        return versions_of([param.sharded_param for param in self.params])
 
     def _gather_sharded(self) -> Ticket | None:
-        self._refresh()
         if not self._checked:
             for param in self.params:
                 param.check_ready()
-            self._share_shards(self.params)
             self._checked = True
-        self.stale = False
+        before, self._versions = self._versions, self._current_versions()
         transport = self._chosen_transports().gather
         if self._items and not any(self._items):  # every parameter is its own shard
             self._drop_kept()
@@ -248,26 +187,13 @@ class GroupGather:
         if self._plan is None and not lane.has_streams:
             next(program, None)
             return None
-        written = lane.has_streams and self._shards_written
-        if written:
+        if written := before != self._versions:
             self.context.wait_for_writers()
-            self.settle_shards()
         # The inputs of fsdp_pre_all_gather are made on the current stream just before this.
         ticket = lane.start(program, self.label, flat_sources, after_current=written or self._has_subclass)
         if transport is not None and transport.peers_read_shards:
             self.context.note_read_by_peers(ticket, transport)
         return ticket
-
-    @property
-    def _shards_written(self) -> bool:
-        """Whether the shards may have been written since the gather lane last waited for all writers."""
-        return self._written or any(param.shard_written for param in self.params)
-
-    def settle_shards(self) -> None:
-        """Makes the gather lane wait for everything queued so far, so that later gathers need not."""
-        self._written = False
-        for param in self.params:
-            param.settle_shard()
 
     def _check_wire_sizes(self, items: list[list[GatherItem]]) -> None:
         """Checks that ranks agree on the sizes that subclasses chose; different sizes would hang (collective).
@@ -331,48 +257,3 @@ class GroupGather:
         if self.post_forward_mesh is not None:
             for param in self.params:
                 param.kept.clear()
-
-
-class _Columns:
-    """The values that `FSDPParam.refresh` compares, in columns, so that C loops compare a whole group.
-
-    They are rebuilt whenever a parameter may have been replaced. If a value differs, `refresh` checks each parameter.
-    """
-
-    def __init__(self, params: list[FSDPParam]) -> None:
-        self.slots = Slots(
-            (slot, param.sharded_param, param.unsharded_param) for param in params for slot in param.slots
-        )
-        self.complete = all(param.unsharded_param is not None and param.subclass is None for param in params)
-        self.sharded = [param.sharded_param for param in params]
-        self.copied = [param for param in params if not param.aliased]
-        self.copied_from = [param.sharded_param for param in self.copied]
-        self.locals = [param.held for param in params]
-        compared = [param for param in params if param.subclass is None]  # the hooks of a subclass may change it
-        self.attributes = [param.held.__dict__ for param in compared]
-        unsharded = [(param, one) for param in compared if (one := param.unsharded_param) is not None]
-        self.over_storage = self.sharded + [one for _, one in unsharded]
-        self.storages = [*(param.origin for param in params), *(param.unsharded_origin for param, _ in unsharded)]
-        gathered = [(param, one) for param, one in unsharded if not param.aliased]
-        self.written_to = [one for _, one in gathered]
-        self.versions = [param.unsharded_version for param, _ in gathered]
-
-    @property
-    def hold(self) -> bool:
-        """Whether `refresh` would find no change and raise no error, for all parameters."""
-        return (
-            self.slots.hold
-            and all(map(is_, map(local_of, self.sharded), self.locals))
-            and all(map(is_, map(torch.Tensor.untyped_storage, self.over_storage), self.storages))
-            and not any(map(contains, self.attributes, repeat(HOOK)))
-            and [*map(version_of, self.written_to)] == self.versions
-        )
-
-    @property
-    def as_gathered(self) -> bool:
-        """Whether modules hold the sharded parameters, unchanged since their last gather."""
-        return (
-            self.slots.hold_sharded
-            and all(map(is_, map(local_of, self.sharded), self.locals))
-            and all(map(eq, map(version_of, self.copied_from), map(_gathered_version, self.copied)))
-        )

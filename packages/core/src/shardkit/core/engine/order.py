@@ -17,7 +17,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -45,6 +45,8 @@ class ScheduledState(Protocol):
     backward_prefetch: list[weakref.ReferenceType[Any]]
     runs_method: bool
 
+    @property
+    def groups_below(self) -> Iterable[FSDPParamGroup]: ...
     def end_incomplete_pass(self) -> None: ...
     def pre_backward(self) -> None: ...
     def prefetch_for_backward(self) -> Sequence[ScheduledState]: ...

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import repeat
 from operator import attrgetter, is_not
@@ -24,8 +23,6 @@ from typing import Any, Protocol
 from weakref import WeakSet
 
 import torch
-from torch import nn
-from torch.distributed.tensor import DTensor
 
 from shardkit.core import events
 from shardkit.core.engine.group_gather import GroupGather
@@ -37,8 +34,13 @@ from shardkit.core.engine.settings import GroupSettings
 from shardkit.core.engine.timetable import Prefetch
 from shardkit.core.mesh import DataParallelMesh, PostForwardMesh
 from shardkit.core.parameters.param import FSDPParam
-from shardkit.core.parameters.slot import Slot
-from shardkit.core.parameters.ties import TieLoads
+from shardkit.core.parameters.registration import (
+    changed,
+    pass_on_freezing,
+    register_sharded,
+    register_unsharded,
+    take_over,
+)
 from shardkit.core.policies import CompressionPolicy, MixedPrecisionPolicy
 from shardkit.core.runtime.lanes import Ticket
 from shardkit.core.stock_names import answers_stock_names
@@ -126,8 +128,6 @@ class FSDPParamGroup(GroupGather):
         self.backward_users: set[int] = set()
         self.held_by_user = False  # since an explicit unshard
         self._accumulating = False
-        self._loads = TieLoads()
-        self._loaded_whole: list[str] | None = None  # during a load of its state's module: the load's missing keys
         self._reduction = GradientReduction(mesh, self.params)
         self._reducing: list[Ticket] = []
         self._ticket: Ticket | None = None  # of the gather under way
@@ -145,7 +145,7 @@ class FSDPParamGroup(GroupGather):
         """Moves a parameter into a new group with the same settings; call it before anything is gathered."""
         assert self.residence is Residence.SHARDED, self.label
         self.params.remove(param)
-        self.forget_params()
+        self.forget_plans()
         group = FSDPParamGroup(
             [param],
             self.mesh,
@@ -171,7 +171,7 @@ class FSDPParamGroup(GroupGather):
         self._accumulating = self._accumulating or self.has_gradients
         for param in self.params:
             param.set_mixed_precision(policy)
-        self.forget_params()
+        self.forget_plans()
 
     # -- how much memory it takes --------------------------------------------------------------------------------------
 
@@ -185,7 +185,6 @@ class FSDPParamGroup(GroupGather):
 
         The size that a tensor subclass sends is known after its first gather; until then the parameter's size counts.
         """
-        self.refresh()
         if self.residence is Residence.KEPT and in_backward:
             self._plan_kept()
         return self._gather_bytes
@@ -212,19 +211,18 @@ class FSDPParamGroup(GroupGather):
         """Starts gathering the parameters (collective over the shard group). No-op if the gather has started.
 
         In forward the gather starts from the sharded parameters, which an optimizer or a load may have changed; only
-        backward uses the parts kept after forward. For the same reason forward gathers again if they have changed since
-        the last gather began, for example by a step after a forward without a backward. Released memory is taken back.
+        backward uses the parts kept after forward. For the same reason forward gathers again if they were written to
+        since the last gather began, for example by a step after a forward without a backward. Released memory is taken
+        back.
 
         Returns:
             False if it was to be gathered `ahead` of use, and there is no room.
         """
-        if self.is_unsharded:
-            if in_backward or not self.is_stale:
+        if self.has_memory:
+            if in_backward or not self.written:
                 self.room.take_back(self)
-                return True
-            self.reshard()
-        if self.residence is Residence.RELEASED:
-            if self._take_back():
+                if self.residence is Residence.RELEASED:
+                    self.residence = Residence.GATHERING
                 return True
             self.reshard()
         if not self.room.take(self, in_backward=in_backward, ahead=ahead):
@@ -242,64 +240,24 @@ class FSDPParamGroup(GroupGather):
         self.residence = Residence.GATHERING
         return True
 
-    def _take_back(self) -> bool:
-        """Takes released memory back into use, unless the shards have changed since it was gathered."""
-        if self.is_stale:
-            return False
-        self.room.take_back(self)
-        self.residence = Residence.GATHERING
-        return True
+    @outside_transforms
+    def sweep(self, *, loading: bool = False) -> None:
+        """Takes over what the user has changed, and frees memory that is out of date.
 
-    @property
-    def is_stale(self) -> bool:
-        """Whether unsharded parameters, or those being gathered, are older than the shards."""
-        if self.residence is not Residence.UNSHARDED:
-            return self.stale or self.changed_since_gather
-        return self.stale or any(param.is_stale for param in self.params)
+        See registration.py, Note [One sweep]. Does nothing while a forward or backward uses the group. After a load, a
+        cast or a move (`loading`), tensors that the user derives from local tensors share the shards' memory.
 
-    def refresh(self) -> bool:
-        """If none of it is gathered: takes over the user's replacements of its parameters; whether there were any."""
-        return self.residence is Residence.SHARDED and self._refresh()
-
-    def adopt(self, params: Sequence[FSDPParam] | None = None, *, share: bool = True) -> None:
-        """After a cast, a move or a load of `params` (all if None): takes it over, so that shards are in final memory.
-
-        Tensors that a user derives from the local tensors from now on, such as an optimizer's, then share the shards'
-        memory. Plain tensors that temporarily replace parameters, as in legacy_fsdp_compat's summon_full_params, are
-        left alone. Without `share`, `end_load` moves the shards to shared memory later.
+        Raises:
+            RuntimeError, ValueError: for a change that cannot be taken over, with the FQN.
         """
-        params = self.params if params is None else params
-        if self.residence is Residence.SHARDED and all(map(_holds_shards, params)) and self._refresh(params) and share:
-            self._share_shards(params)
-
-    def begin_load(self, module: nn.Module, keys: list[str], *, whole: bool) -> None:
-        """Before the parameters of `module` are loaded; `whole` if those of all modules below it follow.
-
-        `keys` is the list in which `load_state_dict` collects missing keys. It tells one call from another.
-        """
-        if self.residence is not Residence.SHARDED:
+        if self.forward_users or self.backward_users:
             return
-        within = not whole and self._loaded_whole is not None and self._loaded_whole is not keys
-        if whole:
-            self._loaded_whole = keys
-        held = self._held_by(module)
-        ties = [param for param in held if len(param.slots) > 1 and _holds_shards(param)]
-        self._loads.begin([slot for param in ties for slot in held[param]], keys, within=within)
-
-    def end_load(self, module: nn.Module, keys: list[str], *, whole: bool) -> None:
-        """After they were loaded. Shards of a whole load move to shared memory together, others module by module."""
-        if self.residence is Residence.SHARDED:
-            held = ((param, mine) for param, mine in self._held_by(module).items() if _holds_shards(param))
-            loaded = [param for param, mine in held if len(param.slots) == 1 or self._tied_again(param, mine)]
-            if loaded:
-                self.adopt(loaded, share=self._loaded_whole is not keys)
-            if whole and not self._checked:
-                self._share_shards([*filter(_holds_shards, self.params)])
-        if whole:
-            self._loaded_whole = None
-
-    def _tied_again(self, param: FSDPParam, mine: Sequence[Slot]) -> bool:
-        return self._loads.end(mine, param.slots, (param.sharded_param, param.unsharded_param))
+        found = changed(self.params)
+        if self.residence is not Residence.SHARDED and (found or self.written):
+            self.reshard()
+        if found:
+            self.forget_plans()
+            self._share_shards([param for param in found if take_over(param, loading=loading)])
 
     @outside_transforms
     def wait_for_unshard(self) -> None:
@@ -310,7 +268,7 @@ class FSDPParamGroup(GroupGather):
         """
         if self.residence is not Residence.GATHERING:
             if self.residence is Residence.UNSHARDED:
-                self._pass_on_freezing()
+                pass_on_freezing(self.params)
                 if self._gathered is not None:
                     self._gathered.wait()
             return
@@ -319,7 +277,7 @@ class FSDPParamGroup(GroupGather):
                 self._gathered.wait()
             self._end_gather()
             self._drop_kept()
-            self._register_unsharded()
+            register_unsharded(self.params)
             if self._has_subclass:
                 self._parameter_bytes = None
         self.residence = Residence.UNSHARDED
@@ -343,8 +301,7 @@ class FSDPParamGroup(GroupGather):
         self._end_gather()
         was_unsharded = self.residence is Residence.UNSHARDED
         self.residence = Residence.SHARDED
-        if was_unsharded:
-            self._register_sharded()
+        register_sharded(self.params)
         if was_unsharded and keep and self.post_forward_mesh is not None:
             smaller = self.post_forward_mesh
             with torch.no_grad():
@@ -536,7 +493,3 @@ class FSDPParamGroup(GroupGather):
         for param in self.params:
             param.forget_gradients()
         self.phase = Phase.IDLE
-
-
-def _holds_shards(param: FSDPParam) -> bool:
-    return all(one is None or isinstance(one, DTensor) for one in map(Slot.get, param.slots))

@@ -112,14 +112,15 @@ class Schedule:
         self.refuse_unended(f"forward of '{state.fqn}' begins", inside=inside and self._thread == threading.get_ident())
         if root is not None:
             return False
+        self.room.free_released()  # later writes to a local shard are not always noticed
+        self.room.recount()
+        for group in order.groups if state.is_root else state.groups_below:
+            group.sweep()
         order.begin_forward(state)
         self.innermost = None
         self._thread = threading.get_ident()
-        self.room.free_released()  # later writes to a local shard are not always noticed
-        self.room.recount()
         if state.is_root:
-            self._free_stale()
-            self._settle_shards()
+            self._order_after_writes()
         if self.post_optim_event is not None:
             self.context.gathers.wait_event(self.post_optim_event)
             self.post_optim_event = None
@@ -149,13 +150,7 @@ class Schedule:
                 "of that iteration"
             )
 
-    def _free_stale(self) -> None:
-        """Frees groups that are older than an optimizer step, so that they are gathered again ahead of use."""
-        for group in self.order.groups:
-            if group.is_unsharded and group.is_stale and not group.in_use:
-                group.reshard()
-
-    def _settle_shards(self) -> None:
+    def _order_after_writes(self) -> None:
         """Makes gathers of this iteration wait, once, for work queued before it: an optimizer step, a load."""
         gathers = self.context.gathers
         if gathers.has_streams:
@@ -166,7 +161,7 @@ class Schedule:
             ):
                 self.context.wait_for_writers()  # hooks of gradients step on the shards when a reduction ends
             for group in groups:
-                group.settle_shards()
+                group.note_ordered()
 
     def is_forward_root(self, state: ScheduledState) -> bool:
         """Whether `state` is the outermost one of the running forward."""

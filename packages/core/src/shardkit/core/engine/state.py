@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -118,6 +118,13 @@ class FSDPState:
             group.counts_toward_depth = group.counts_toward_depth and not self.groups
             self.groups.append(group)
             group.users.add(self)
+
+    @property
+    def groups_below(self) -> Iterable[FSDPParamGroup]:
+        """Its groups, and those of the states of modules below its own."""
+        modules = (module for top in self.modules if (one := top()) is not None for module in one.modules())
+        states = dict.fromkeys(map(state_of, modules))
+        return dict.fromkeys(group for state in states if state is not None for group in state.groups)
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
@@ -556,9 +563,7 @@ class FSDPState:
         """
         self.refuse_unended(f"a state dict is loaded into '{self.fqn}'")
         self.to_sharded()
-        *_, missing_keys, _, error_messages = args
-        for group in self.groups:
-            group.begin_load(module, missing_keys, whole=id(module) in self._module_ids)
+        error_messages = args[-1]
         for name, parameter in module._parameters.items():
             value = state_dict.get(prefix + name)
             if not isinstance(parameter, DTensor) or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
@@ -574,12 +579,12 @@ class FSDPState:
                 state_dict[prefix + name] = parameter  # keeps the current value, so torch does not complain too
 
     def after_load(self, module: nn.Module, incompatible: Any) -> None:
-        """Runs after a state dict is loaded: gives assigned tensors the metadata of the parameters, at once.
+        """Runs after the state dict of one of its modules is loaded: takes over assigned tensors at once.
 
-        This is the meaning of their placements, and their boxes.
+        They get the metadata of the parameters: the meaning of their placements, and their boxes.
         """
-        for group in self.groups:
-            group.end_load(module, incompatible.missing_keys, whole=id(module) in self._module_ids)
+        for group in self.groups_below:
+            group.sweep(loading=True)
 
 
 def _weakly(state: ScheduledState | None) -> Callable[[], ScheduledState | None]:

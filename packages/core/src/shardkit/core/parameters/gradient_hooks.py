@@ -1,4 +1,4 @@
-"""The user's gradient hooks of parameters.
+"""The user's gradient hooks of parameters, and what a user does to gradients that would be lost.
 
 Note [Gradient hooks]
 Autograd runs the hooks of a leaf where it accumulates into it. It never reaches a sharded parameter, whose gradient is
@@ -27,7 +27,16 @@ from shardkit.core.torch_compat import (
     wraps_tensors,
 )
 
-__all__ = ["hooked", "move_gradient_hooks"]
+__all__ = [
+    "check_gradient",
+    "hooked",
+    "lost_summand",
+    "mark_gradient",
+    "move_gradient_hooks",
+    "refuse_gradient",
+]
+
+_MARK = "_shardkit_origin"
 
 
 def move_gradient_hooks(original: torch.Tensor, sharded: torch.Tensor, name: Callable[[], str]) -> None:
@@ -72,3 +81,48 @@ def hooked(fqn: str, gradient: DTensor, sharded: torch.Tensor) -> DTensor:
             )
         gradient = cast(DTensor, found.detach())
     return gradient
+
+
+def mark_gradient(gradient: torch.Tensor) -> None:
+    """Marks a gradient and its storage.
+
+    The mark is the gradient's own id: a weak reference would prevent `module.to()` from swapping its contents. Both
+    marks disappear with the gradient. A reference from elsewhere would keep the storage, a few bytes between freed
+    blocks of memory, and the C library could not merge those.
+    """
+    gradient.__dict__[_MARK] = gradient.untyped_storage().__dict__[_MARK] = id(gradient)
+
+
+def check_gradient(fqn: str, gradient: torch.Tensor | None) -> None:
+    """Raises RuntimeError if other storage was put under the gradient of parameter `fqn` since it was marked.
+
+    A copy of a marked gradient has another id; a gradient with swapped contents has no mark.
+    """
+    if gradient is None or (mark := gradient.__dict__.get(_MARK)) is None or mark != id(gradient):
+        return
+    if gradient.untyped_storage().__dict__.get(_MARK) != mark:
+        raise RuntimeError(
+            f"the data of the gradient of parameter '{fqn}' was replaced (`parameter.grad.data = ...`). The values of "
+            "this DTensor lie in its local tensor, so the new ones would be lost. Write in place, or assign "
+            "`parameter.grad = ...`, a DTensor like it"
+        )
+
+
+def lost_summand(fqn: str, gradient: torch.Tensor, sharded: DTensor) -> RuntimeError:
+    """The error for a gradient that the user has assigned, to which a reduced one cannot be added."""
+    return RuntimeError(
+        f"parameter '{fqn}' was assigned a gradient with {getattr(gradient, 'placements', 'no placements')}, and a "
+        f"reduced one with {tuple(sharded.placements)} cannot be added to it; assign a DTensor like the parameter"
+    )
+
+
+def refuse_gradient(fqn: str, gradient: torch.Tensor) -> None:
+    """A hook for an unsharded parameter that has been superseded: its gradient would be lost.
+
+    Raises:
+        RuntimeError: always.
+    """
+    raise RuntimeError(
+        f"parameter '{fqn}' was cast, moved or replaced between the forward and the backward that reached it now, so "
+        f"its gradient {tuple(gradient.shape)} would be lost. Do that before forward or after backward"
+    )

@@ -32,7 +32,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardkit.core.mesh import DataParallelMesh
 from shardkit.core.parameters.adapters import (
-    HOOK,
     ParameterForm,
     SubclassGather,
     new_parameter,
@@ -40,20 +39,15 @@ from shardkit.core.parameters.adapters import (
     user_attributes,
 )
 from shardkit.core.parameters.gradient_dtype import GradientDtype
-from shardkit.core.parameters.gradient_hooks import hooked
-from shardkit.core.parameters.lost_writes import (
-    check_replacement,
-    lost_parameter,
+from shardkit.core.parameters.gradient_hooks import (
+    hooked,
     lost_summand,
-    lost_while_unsharded,
     mark_gradient,
     refuse_gradient,
 )
 from shardkit.core.parameters.placed import ScalarGradient
 from shardkit.core.parameters.placements import layout_for, shard_of
-from shardkit.core.parameters.shard_checks import check_device, check_shape
 from shardkit.core.parameters.slot import Slot
-from shardkit.core.parameters.ties import replacement
 from shardkit.core.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardkit.core.runtime.plan import GatherItem
 from shardkit.core.runtime.sharding import ChunkLayout
@@ -76,7 +70,6 @@ from shardkit.core.torch_compat import (
     post_accumulate_grad_hooks,
     replace_local,
     take_meaning,
-    version_of,
 )
 
 __all__ = ["FSDPParam", "param_over", "sharded_counterpart"]
@@ -160,61 +153,20 @@ class FSDPParam:
         self.flats: list[torch.Tensor] = []
         self.targets: list[torch.Tensor] = []
         self.unsharded_param: nn.Parameter | None = None
+        self.unsharded_storage: torch.UntypedStorage | None = None  # that it was made over; None for a DTensor
         self.accumulated: torch.Tensor | None = None
         self.partial: torch.Tensor | None = None
         self.kept: list[torch.Tensor] = []
-        self.gathered_version = 0
-        self._settled_version = -1
-        self.unsharded_version = 0
-        self.unsharded_origin: torch.UntypedStorage | None = None
+        self.required_grad = original.requires_grad  # of both, when one was last registered in place of the other
         self.origin = self.sharded_param.untyped_storage()
-        self._adopt_local(local_of(self.sharded_param))
+        self.adopt_shard(local_of(self.sharded_param))
         self.register(self.sharded_param)
 
-    # -- changes by the user -------------------------------------------------------------------------------------------
+    # -- changes by the user: registration.py, Note [One sweep] --------------------------------------------------------
 
-    def refresh(self) -> bool:
-        """Takes over replacements by the user since the last use; returns whether plans must be rebuilt.
-
-        Replacements are casts, moves, `load_state_dict(assign=True)` and assignments. The group's gather checks for
-        them, and for the errors raised here, in one loop before it calls this.
-        """
-        before = self.sharded_param
-        parameter = replacement(self.fqn, self.slots, (before, self.unsharded_param))
-        if parameter is not None:
-            self._adopt_parameter(parameter)
-        local = local_of(self.sharded_param)
-        if local is not self.held or (self.subclass is None and HOOK in local.__dict__):
-            self.origin = self.sharded_param.untyped_storage()
-            known, attributes = user_attributes(before), user_attributes(self.sharded_param)
-            alike = attributes.keys() == known.keys() and all(attributes[name] is known[name] for name in known)
-            self._adopt_local(local, alike=alike)
-            return True
-        if self.sharded_param.untyped_storage() is not self.origin:
-            raise lost_parameter(self.fqn)
-        if self._unsharded_is_lost:
-            self.unsharded_param = None  # the next gather makes a new one
-            raise lost_while_unsharded(self.fqn)
-        return False
-
-    @property
-    def _sharded_is_lost(self) -> bool:
-        """Whether the user put other data under the sharded parameter (Note [Writes that would be lost])."""
-        # `module.to()` changes the local tensor as well.
-        return self.sharded_param.untyped_storage() is not self.origin and local_of(self.sharded_param) is self.held
-
-    @property
-    def _unsharded_is_lost(self) -> bool:
-        """Whether the user has written to the unsharded parameter; hooks of a subclass are allowed to."""
-        unsharded = self.unsharded_param
-        if unsharded is None or self.subclass is not None:
-            return False
-        written = not self.aliased and version_of(unsharded) != self.unsharded_version
-        return written or unsharded.untyped_storage() is not self.unsharded_origin
-
-    def _adopt_parameter(self, parameter: nn.Parameter) -> None:
+    def adopt_parameter(self, parameter: nn.Parameter) -> None:
+        """Takes another DTensor like the sharded parameter for it; `adopt_shard` must follow for the shard in it."""
         old = cast(DTensor, self.sharded_param)
-        check_replacement(self.fqn, parameter, old, self.form.shape)
         take_meaning(cast(DTensor, parameter), old)
         _became[self.sharded_param] = weakref.ref(self)  # an optimizer may hold it still
         _became.pop(parameter, None)  # where one that was replaced comes back
@@ -223,16 +175,18 @@ class FSDPParam:
         self.gradient_dtype.put_on(parameter)
         self.sharded_param = parameter
         self.origin = parameter.untyped_storage()
+        if self.unsharded_param is not None:
+            self.unsharded_param.__dict__.update(user_attributes(parameter))
         _sharded[id(parameter)] = self
         self.register(parameter)
 
-    def _adopt_local(self, local: torch.Tensor, *, alike: bool = True) -> None:
-        """Adopts a shard in other memory or of another dtype; `alike`: the parameter's attributes have not changed.
+    def adopt_shard(self, local: torch.Tensor) -> None:
+        """Adopts a shard in other memory or of another dtype.
 
-        The unsharded parameter is kept if it is still valid, because the graph of a forward may read it.
+        The unsharded parameter is kept if it would be made the same way again: the graph of a forward may read it.
         """
-        before = self._unsharded_kind if alike and self.unsharded_param is not None else None
-        check_shape(self.fqn, local.shape, self.local_shape, self.shape, self.mesh)
+        before = self._unsharded_kind if self.unsharded_param is not None else None
+        self._check_shape(local)
         if self.partial is not None and local.dtype != self.orig_dtype:  # dtypes are divided at different times
             raise RuntimeError(
                 f"parameter '{self.fqn}' was cast from {self.orig_dtype} to {local.dtype} while a gradient of it waits "
@@ -243,8 +197,7 @@ class FSDPParam:
         local = self.form.local(local)
         if local is not local_of(self.sharded_param):
             replace_local(self.sharded_param, local)
-        self.held = local
-        self._settled_version = -1
+        self.local_tensor = local
         self._local = local = self.form.shard(local)
         self.orig_dtype: torch.dtype = local.dtype
         self.dtype = self.mp_policy.param_dtype or local.dtype
@@ -262,28 +215,29 @@ class FSDPParam:
             and local.is_contiguous()
         )
         self.free()
-        if before != self._unsharded_kind or not self._stays_unsharded():
+        unsharded, kept = self.unsharded_param, before == self._unsharded_kind and self.subclass is None
+        if unsharded is None or not kept or (self.aliased and isinstance(unsharded, DTensor)):
             self._drop_unsharded()
+        elif self.aliased:
+            unsharded.data = local.view(self.shape)
+            self.unsharded_storage = unsharded.untyped_storage()
         if self.accumulated is not None and self.accumulated.dtype != (dtype := self.sums_dtype or self.dtype):
             self.accumulated = self.accumulated.to(dtype)  # the dtype of later gradients
 
-    def _stays_unsharded(self) -> bool:
-        """Puts the new shard under an unsharded parameter that aliases the shard; returns whether this is possible."""
-        unsharded = self.unsharded_param
-        if unsharded is None or self.subclass is not None:
-            return False
-        if self.aliased:
-            if isinstance(unsharded, DTensor):
-                return False
-            unsharded.data = self._local.view(self.shape)
-            self._note_unsharded(unsharded)
-        return True
+    def _check_shape(self, local: torch.Tensor) -> None:
+        if tuple(local.shape) != tuple(self.local_shape):
+            raise ValueError(
+                f"parameter '{self.fqn}' has a local shard of shape {tuple(local.shape)} on this rank; expected "
+                f"{tuple(self.local_shape)}, the chunk of {tuple(self.shape)} that rank {self.mesh.shard_rank} of "
+                f"{self.mesh.shard_size} holds; assign a tensor of this shape"
+            )
 
     def _drop_unsharded(self) -> None:
         """Makes the next gather create a new one. A waiting gradient is kept; a later one is refused."""
         self.flats = []
         self.targets = []
         self._inner_bytes = 0
+        self.unsharded_storage = None
         unsharded, self.unsharded_param = self.unsharded_param, None
         if unsharded is None:
             return
@@ -307,25 +261,36 @@ class FSDPParam:
 
     def move_shard(self, local: torch.Tensor) -> None:
         """Moves the shard to other memory with the same contents. Tensors over the old memory are detached from it."""
-        self.held, self._local = self.form.local(local), local
-        replace_local(self.sharded_param, self.held)
+        self.local_tensor, self._local = self.form.local(local), local
+        replace_local(self.sharded_param, self.local_tensor)
 
     def set_mixed_precision(self, policy: MixedPrecisionPolicy) -> None:
         """Sets other dtypes for computation and reduction; gradients that wait for a reduction are kept."""
         self.mp_policy = policy.for_parameter(self.sharded_param, self.fqn)
-        self._adopt_local(self.held)
+        self.adopt_shard(self.local_tensor)
 
     def check_ready(self) -> None:
         """Before the first gather: raises RuntimeError if the shard is on the wrong device."""
         self.gradient_dtype.note(self.sharded_param)
         self._note_dtypes()
-        check_device(self.fqn, self._local, self.device, offloaded=self.offload is not None)
+        seen, offloaded = self._local.device, self.offload is not None
+        expected = "cpu" if offloaded else self.device.type
+        if seen.type == "meta":
+            raise RuntimeError(
+                f"parameter '{self.fqn}' is still on the meta device; call shardkit.core.materialize(model), or "
+                "model.to_empty(device=...) followed by your initialisation or a load, before the first forward"
+            )
+        if seen.type != expected:
+            raise RuntimeError(
+                f"parameter '{self.fqn}' is on {seen}, expected a {expected} device "
+                + ("because of CPUOffloadPolicy" if offloaded else f"because the mesh is on {self.device.type}")
+                + f"; move the model with model.to('{expected}')"
+            )
 
     # -- unsharding ----------------------------------------------------------------------------------------------------
 
     def sources(self) -> list[torch.Tensor]:
         """This rank's tensors to gather: the shard, or the tensors that a subclass makes from it."""
-        self.gathered_version = version_of(self.sharded_param)
         if self.aliased:
             return []
         if self.subclass is None:
@@ -367,7 +332,7 @@ class FSDPParam:
             return sum(flat.numel() * flat.itemsize for flat in self.flats) + self._inner_bytes
         return self.layout.flat_numel * self.dtype.itemsize
 
-    def make_unsharded(self, requires_grad: bool) -> nn.Parameter:
+    def make_unsharded(self) -> nn.Parameter:
         """The parameter over the gathered memory; a subclass's parameter may be kept, with inner tensors refilled."""
         tensor: torch.Tensor | None = None
         if self.subclass is not None:
@@ -386,19 +351,15 @@ class FSDPParam:
                 tensor = self._local if self.aliased else dense_view(self.flats[0], self.shape)
                 tensor = tensor if tensor.shape == self.shape else tensor.view(self.shape)
             cls = self._unsharded_class if self.subclass is None else nn.Parameter
-            unsharded = new_parameter(self.form.unsharded(tensor), cls, requires_grad)
+            unsharded = new_parameter(self.form.unsharded(tensor), cls, self.sharded_param.requires_grad)
         unsharded.__dict__.update(user_attributes(self.sharded_param))
         self.gradient_dtype.prepare(unsharded, self.sums_dtype)
         _became[unsharded] = weakref.ref(self)
         self.unsharded_param = unsharded
-        self._note_unsharded(unsharded)
+        storage = unsharded.untyped_storage()
+        storage.__dict__[_OWNER] = weakref.ref(self)
+        self.unsharded_storage = None if isinstance(unsharded, DTensor) else storage
         return unsharded
-
-    def _note_unsharded(self, unsharded: nn.Parameter) -> None:
-        """Stores the state that `_unsharded_is_lost` compares."""
-        self.unsharded_version = version_of(unsharded)
-        self.unsharded_origin = unsharded.untyped_storage()
-        self.unsharded_origin.__dict__[_OWNER] = weakref.ref(self)
 
     def _count_inner_bytes(self) -> int:
         """Bytes that a subclass's hook has allocated besides the flat tensors."""
@@ -416,33 +377,6 @@ class FSDPParam:
         """Addresses of the memory of the unsharded parameter."""
         tensors = [self._local] if self.aliased else self.flats
         return {tensor.untyped_storage().data_ptr() for tensor in tensors}
-
-    @property
-    def is_stale(self) -> bool:
-        """Whether the sharded parameter was written to, or replaced, since it was gathered."""
-        if self._sharded_is_lost or self._unsharded_is_lost or self._is_replaced(self.unsharded_param):
-            return True
-        return not self.aliased and version_of(self.sharded_param) != self.gathered_version
-
-    def _is_replaced(self, registered: nn.Parameter | None) -> bool:
-        """Whether a module holds another parameter in place of `registered`."""
-        return any((one := slot.get()) is not None and one is not registered for slot in self.slots)
-
-    @property
-    def changed_since_gather(self) -> bool:
-        """`is_stale` for a parameter that is currently registered as sharded."""
-        if self._is_replaced(self.sharded_param) or local_of(self.sharded_param) is not self.held:
-            return True
-        return not self.aliased and version_of(self.sharded_param) != self.gathered_version
-
-    @property
-    def shard_written(self) -> bool:
-        """Whether the shard was written to, or replaced, since `settle_shard`."""
-        return version_of(self.sharded_param) != self._settled_version or local_of(self.sharded_param) is not self.held
-
-    def settle_shard(self) -> None:
-        """Notes that later gathers are ordered after all writes to the shard so far."""
-        self._settled_version = version_of(self.sharded_param)
 
     def free(self) -> None:
         """Frees the unsharded storage; tensors over it remain."""

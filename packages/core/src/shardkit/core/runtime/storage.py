@@ -76,9 +76,12 @@ def flat_without_memory(numel: int, dtype: torch.dtype, device: torch.device) ->
 
 
 def dense_view(flat: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """A dense tensor of `shape` over the beginning of the storage of ``flat``, of the same dtype."""
+    """A dense tensor of `shape` over the beginning of the storage of ``flat``, of the same dtype.
+
+    Its version counter is a separate one, at 0 (`.data`; `set_` counts as a write).
+    """
     empty = torch.empty(0, dtype=flat.dtype, device=flat.device)
-    return empty.set_(flat.untyped_storage(), 0, shape, dense_strides(shape))
+    return empty.set_(flat.untyped_storage(), 0, shape, dense_strides(shape)).data
 
 
 def raw_view(tensor: torch.Tensor) -> torch.Tensor:
