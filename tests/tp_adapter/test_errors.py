@@ -1,5 +1,7 @@
 """Meshes and placements that do not fit together are refused at once, with the FQN and the placements."""
 
+from unittest import mock
+
 import pytest
 import torch
 from torch import nn
@@ -8,7 +10,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from shardkit.core import DataParallelMeshDims, fully_shard
 from shardkit.core.torch_compat import GRAD_DTYPE_DECIDES, new_dtensor
-from shardkit.tp_adapter import FusedColwiseParallel, SubBlocks, declare_sub_blocks
+from shardkit.tp_adapter import FusedColwiseParallel, SubBlocks, adapter, declare_sub_blocks
 from tests.support import rank_mesh, run_ranks
 
 
@@ -116,3 +118,18 @@ def test_refusals(body):
 
 def test_foreign_roots():
     run_ranks(4, foreign_roots, isolated=True)
+
+
+def refusal_of_a_forgetful_torch(rank: int, world_size: int) -> None:
+    mesh = rank_mesh((2, 2), ("dp", "tp"))
+    model = nn.Sequential(nn.Linear(4, 12))
+    FusedColwiseParallel("a", "b", "c")._apply(model[0], mesh["tp"])
+    with mock.patch.object(adapter, "KEEPS_READING", False):
+        message = r"'0\.weight' has placements .*, from left to right, which needs torch 2\.13 or later: torch \d"
+        with pytest.raises(ValueError, match=message):
+            fully_shard(model, mesh=mesh["dp"])
+        fully_shard(distributed(mesh["tp"], Shard(0)), mesh=mesh["dp"])
+
+
+def test_a_torch_that_forgets_the_order_of_cuts():
+    run_ranks(4, refusal_of_a_forgetful_torch)

@@ -18,7 +18,7 @@ from shardkit.tp_adapter.boxes import BoxedTensor, Boxes
 from shardkit.tp_adapter.declared import declared_of, placements_in_whole
 from shardkit.tp_adapter.joint_mesh import joint_mesh
 from shardkit.tp_adapter.placing import order_of_cuts, region_held, torch_reads_truly
-from shardkit.tp_adapter.torch_compat import arrived_local_of
+from shardkit.tp_adapter.torch_compat import KEEPS_READING, arrived_local_of
 
 __all__ = ["TensorParallelAdapter", "TensorParallelForm", "adapter"]
 
@@ -103,8 +103,9 @@ class TensorParallelAdapter:
         """The form of one parameter, cut on tensor dim `dim` over `mesh`; None (0-dim parameters): replicated.
 
         Raises:
-            ValueError: for a Partial or unknown placement, a mesh of another root, overlapping axes, or a local tensor
-                that does not match its placements; the message has the FQN and the placements.
+            ValueError: for a Partial or unknown placement, a mesh of another root, overlapping axes, a local tensor
+                that does not match its placements, or placements that this torch would misread; the message has the
+                FQN and the placements.
         """
         shape, cut = parameter.shape, 0 if dim is None else dim
         placements = tuple(parameter.placements)
@@ -116,6 +117,14 @@ class TensorParallelAdapter:
         region = region_held(fqn, shape, cut, joint.axes, joint.coordinate)
         several = region.numel > 0 and len(list(region.boxes())) > 1
         reread = placements != tuple(parameter.placements) or order != tuple(range(len(order)))
+        sizes = [joint.axes[index].size for index in order]
+        left_to_right = reread and not torch_reads_truly(shape, sizes, in_order)
+        if left_to_right and not KEEPS_READING:
+            raise ValueError(
+                f"parameter '{fqn}' has placements {placements}, and its shards {in_order}, from left to right, which "
+                f"needs torch 2.13 or later: torch {torch.__version__} forgets it in operators, such as detach() "
+                "for a state dict. Use parallel styles without fused weights, or install a later torch"
+            )
         return TensorParallelForm(
             fqn,
             shape,
@@ -124,7 +133,7 @@ class TensorParallelAdapter:
             parameter.device_mesh,
             tuple(parameter.placements),
             joint.data_axes,
-            reread and not torch_reads_truly(shape, [joint.axes[index].size for index in order], in_order),
+            left_to_right,
             Boxes(shape, region) if several else None,
         )
 

@@ -17,11 +17,12 @@ from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetada
 from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as ShardedTensorProperties
 from torch.distributed._shard.sharded_tensor.shard import Shard as ShardedTensorShard
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, _dtensor_spec
+from torch.distributed.tensor import DTensor, _dtensor_spec, _sharding_prop
 from torch.distributed.tensor.placement_types import _StridedShard
 
 __all__ = [
     "FALLS_BACK",
+    "KEEPS_READING",
     "ShardedTensor",
     "ShardedTensorShard",
     "StridedShard",
@@ -42,6 +43,8 @@ StridedShard: Any = _StridedShard
 
 FALLS_BACK = hasattr(_dtensor_spec, "_StridedShardNotDecodableError")
 """Whether a tensor whose strided placement matches no order of cuts is gathered axis by axis; torch 2.11 refuses it."""
+KEEPS_READING = hasattr(_sharding_prop, "_propagate_use_strided_shard_flag")
+"""Whether what operators return reads strided placements as their argument did; in torch 2.11 as an order of cuts."""
 
 no_torch_function: Any = torch._C._disabled_torch_function_impl
 """As `__torch_function__` of a tensor subclass: functions of torch treat it as any tensor."""
