@@ -1,12 +1,18 @@
-"""Starts the server that rank processes are forked from, and leaves no process behind. Marks cases for the night."""
+"""Starts the server that rank processes are forked from, and leaves no process behind. Marks cases for the night.
+
+A test that only fails because an older torch lacks something is skipped (tests/support/lacking.py).
+"""
+
+from collections.abc import Generator
 
 import pytest
 from _pytest.mark.structures import ParameterSet
 from hypothesis import settings
 
+from tests.support.lacking import lacking
 from tests.support.pool import close_pools, start_server
 
-settings.register_profile("without a deadline", deadline=None)  # a busy machine is no fault
+settings.register_profile("without a deadline", deadline=None)  # a busy machine is slow
 settings.load_profile("without a deadline")
 
 
@@ -46,3 +52,23 @@ def _cases(item: pytest.Item, name: str) -> list[object]:
             cases = [ParameterSet.extract_from(case, force_tuple=len(names) == 1) for case in mark.args[1]]
             return [case.values[names.index(name)] for case in cases]
     return [item.callspec.params[name]]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Generator[None, None, None]:
+    try:
+        yield
+    except Exception as error:
+        if reason := lacking(error):
+            pytest.skip(reason)
+        raise
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    report = yield
+    if report.failed and (reason := lacking(str(report.longrepr))):
+        report.outcome, report.longrepr = "skipped", (str(collector.path), 0, reason)
+    return report

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed.fsdp as stock
 from torch import nn
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+from torch.distributed.fsdp._fully_shard import _fsdp_common as stock_common
 from torch.distributed.tensor import Shard
 
 from shardkit.core import Owned, fully_shard
@@ -45,10 +45,10 @@ def _as_stock(rank: int, world_size: int, experts: int) -> None:
     found: list[dict[str, torch.Tensor]] = []
     for shard in (stock.fully_shard, fully_shard):
         model = build(experts)
-        info, default = FSDPMeshInfo(mesh=edp, shard_mesh_dim=0), FSDPMeshInfo(mesh=flat, shard_mesh_dim=0)
+        info, default = (stock_common.FSDPMeshInfo(mesh=mesh, shard_mesh_dim=0) for mesh in (edp, flat))
 
         def choose(p: nn.Parameter, info: Any = info, default: Any = default) -> Any:
-            return ShardPlacementResult(Shard(0), info if p.ndim == 3 else default)
+            return stock_common.ShardPlacementResult(Shard(0), info if p.ndim == 3 else default)
 
         for block in model:
             shard(block, mesh=flat, shard_placement_fn=choose)
@@ -74,10 +74,10 @@ def _owned(rank: int, world_size: int) -> None:
     found = []
     for placement in (Shard(0), Owned()):
         model = build(3)
-        info = FSDPMeshInfo(mesh=edp, shard_mesh_dim=0)
+        info = stock_common.FSDPMeshInfo(mesh=edp, shard_mesh_dim=0)
 
         def choose(p: nn.Parameter, info: Any = info, placement: Any = placement) -> Any:
-            return ShardPlacementResult(placement, info) if p.ndim == 3 else None
+            return stock_common.ShardPlacementResult(placement, info) if p.ndim == 3 else None
 
         for block in model:
             fully_shard(block, mesh=rank_mesh((world_size,)), shard_placement_fn=choose)

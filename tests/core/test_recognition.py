@@ -139,7 +139,8 @@ def _gradients(api: Any) -> dict[str, Tensor]:
     model.set_requires_gradient_sync(True)
     state = stock.fully_shard.state(model)
     for one in state._state_ctx.all_states:
-        for group in one._fsdp_param_groups:
+        # Before torch 2.12 a state has one.
+        for group in getattr(one, "_fsdp_param_groups", None) or [one._fsdp_param_group]:
             group.post_backward()
     state._root_post_backward_final_callback()
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
@@ -365,7 +366,13 @@ def _not_pipelined(world_size: int, stages_per_rank: int) -> dict[str, Tensor]:
         (2, "ScheduleInterleaved1F1B", 2),
         (4, "ScheduleInterleaved1F1B", 2),
         (2, "ScheduleInterleavedZeroBubble", 2),
-        (4, "ScheduleZBVZeroBubble", 2),
+        pytest.param(
+            *(4, "ScheduleZBVZeroBubble", 2),
+            marks=pytest.mark.skipif(
+                torch.__version__ < (2, 13),
+                reason="torch 2.11 sends from a rank to itself, over gloo in vain",
+            ),
+        ),
     ],
 )
 def test_pipelining(world_size: int, schedule: str, stages_per_rank: int) -> None:

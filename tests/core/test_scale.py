@@ -390,8 +390,8 @@ def test_a_buffer_costs_as_much_among_many_others() -> None:
 
 # -- calls, ours beside stock's ----------------------------------------------------------------------------------------
 
-# Of a later step, ours over stock's: 0.60 with torch 2.13, 0.58 with 2.15.
-CALLS_OVER_STOCK = 0.62
+# Of a later step, ours over stock's: 0.66 with torch 2.11, 0.60 with 2.13, 0.58 with 2.15.
+CALLS_OVER_STOCK = 0.62 if torch.__version__ >= (2, 13) else 0.68
 # Of a later step with a prefetch budget, over those with a depth; 1.09 where the budget is full.
 CALLS_WITH_BUDGET = 1.2
 

@@ -78,12 +78,17 @@ def finds_an_overflow(
     assert not any(map(torch.equal, before, [parameter.full_tensor() for parameter in model.parameters()]))
 
 
+OVERLOOKED = pytest.mark.skipif(
+    torch.__version__ < (2, 13), reason="torch 2.11's GradScaler overlooks it if the first parameter is 0-dim"
+)
+
+
 @pytest.mark.parametrize(
     ("build", "world_size", "options"),
     [
-        (scalar_first, 2, {"foreach": False}),
-        (scalar_first, 3, {"fused": True}),
-        (replicas, 4, {"foreach": True}),
+        pytest.param(scalar_first, 2, {"foreach": False}, marks=OVERLOOKED),
+        pytest.param(scalar_first, 3, {"fused": True}, marks=OVERLOOKED),
+        pytest.param(replicas, 4, {"foreach": True}, marks=OVERLOOKED),
         (tensor_parallel, 4, {"foreach": False}),
     ],
 )

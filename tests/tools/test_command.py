@@ -12,6 +12,8 @@ import pytest
 from shardkit.tools.command import main, tree
 from shardkit.tools.machine import Machine
 
+pytest.importorskip("msgspec")
+
 JOB = "tests.tools.test_planning:JOB"
 GPT = ["estimate", "tests.tools.jobs:GPT"]
 CONFIG = {

@@ -23,6 +23,8 @@ from tests.support.rank_process import end_with_the_server
 from tests.tools import small_job
 from tests.tools.installed import environment
 
+pytest.importorskip("msgspec")
+
 LIMIT = 1.0
 _PATIENCE = 60.0
 
