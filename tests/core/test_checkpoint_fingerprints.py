@@ -1,5 +1,6 @@
 """`agreement.py`: if ranks hold different parameters under one name, an error names it before one is lost."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,8 @@ def sharded_stage(rank: int) -> nn.Module:
 
 def refused(rank: int, world_size: int, path: Path, build: Any) -> str:
     manager = CheckpointManager(path)
-    state = TrainingState(build(rank))
+    made = build(rank)
+    state = TrainingState(made) if isinstance(made, nn.Module) else made
     with pytest.raises(CheckpointError) as error:
         manager.save(1, state)
     torch.manual_seed(0)
@@ -81,6 +83,65 @@ def test_modules_that_share_their_names(tmp_path: Path, world_size: int, build: 
     assert [path.name for path in tmp_path.iterdir()] == ["step-000002"]
 
 
+def with_own(change: Any, rank: int) -> TrainingState:
+    """A run whose optimizer has stepped once, and then differs from rank to rank."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 3))
+    fully_shard(model, mesh=rank_mesh((2,), ("shard",)), ignored_params=set(model[1].parameters()))
+    optimizer = torch.optim.AdamW(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    change(rank, model, optimizer, scheduler)
+    return TrainingState(model, optimizer, scheduler)
+
+
+def buffer_of_a_shard(rank, model, optimizer, scheduler):
+    optimizer.state[model[0].weight]["mine"] = model[0].weight.to_local() * 0 + rank
+
+
+def statistic(rank, model, optimizer, scheduler):
+    optimizer.state[model[0].weight]["mine"] = torch.tensor(float(rank))
+
+
+def count(rank, model, optimizer, scheduler):
+    optimizer.state[model[0].weight]["step"] += rank
+
+
+def number(rank, model, optimizer, scheduler):
+    optimizer.state[model[0].weight]["mine"] = {"seen": rank}
+
+
+def momentum(rank, model, optimizer, scheduler):
+    optimizer.state[model[1].weight]["exp_avg"] += rank
+
+
+def learning_rate(rank, model, optimizer, scheduler):
+    optimizer.param_groups[0]["lr"] *= 1 + rank
+
+
+def schedule(rank, model, optimizer, scheduler):
+    scheduler.last_epoch += rank
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (buffer_of_a_shard, "optimizer.state.0.weight.mine: a plain tensor of shape (2, 4)"),
+        (statistic, "optimizer.state.0.weight.mine: ranks [1] hold other values than ranks [0] under this name"),
+        (count, "optimizer.state.0.weight.step: ranks [1] hold other values"),
+        (number, "optimizer.state.0.weight.mine.seen: ranks [1] hold other values"),
+        (momentum, "optimizer.state.1.weight.exp_avg: ranks [1] hold other values"),
+        (learning_rate, "optimizer.param_groups.0.lr: ranks [1] hold other values"),
+        (schedule, "scheduler.last_epoch: ranks [1] hold other values"),
+    ],
+    ids=lambda one: getattr(one, "__name__", ""),
+)
+def test_state_that_differs_from_rank_to_rank(tmp_path: Path, change: Any, text: str):
+    for seen in run_ranks(2, refused, tmp_path, partial(with_own, change)):
+        assert text in seen
+
+
 def own_statistics(rank: int, world_size: int, path: Path) -> None:
     """Parameters are the same, running statistics are each rank's own, as in data parallelism."""
     torch.manual_seed(3)
@@ -95,7 +156,7 @@ def test_buffers_may_differ(tmp_path: Path):
 
 def of(value: torch.Tensor) -> Fingerprints:
     path = ("model", "w")
-    return fingerprints(Captured(Leaves({path: value}), Leaves(), (path,)), sharded=False)
+    return fingerprints(Captured(Leaves({path: value}), Leaves(), (path,)), alike=True)
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (1000,), (1025,), (64, 1024), (3, 5, 7)], ids=str)

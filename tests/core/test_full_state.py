@@ -487,6 +487,10 @@ def check_group(rank, world_size):
     state = full_state_dict(model, group=mesh.get_group())
     assert torch.equal(state["weight"], full) if rank % 2 == 0 else state == {}
     outer = rank_mesh((2, 2), ("outer", "inner")).get_group("outer")
+    with pytest.raises(RuntimeError, match=r"over ranks \[0, 1\], rank 1 .* over ranks \[2, 3\](.|\n)*pass group="):
+        full_state_dict(model, group=outer)
+    both = rank_mesh((4,), ("shard",))
+    model.weight = nn.Parameter(distribute_tensor(torch.zeros(5), both, [Shard(0)], src_data_rank=None))
     with pytest.raises(RuntimeError, match=r"weight: the ranks of the group hold .* expected 5; pass group="):
         full_state_dict(model, group=outer)
 
@@ -495,20 +499,28 @@ def test_group_of_some_ranks():
     run_ranks(4, check_group)
 
 
-def check_submesh_of_all(rank, world_size):
-    """A model on one axis of a larger mesh, loaded by all ranks: rank 0 is not in every rank's mesh."""
-    mesh = rank_mesh((2, 2), ("outer", "inner"))["inner"]
-    model = nn.Module()
-    model.weight = nn.Parameter(distribute_tensor(torch.zeros(5, 3), mesh, [Shard(1)], src_data_rank=None))
-    full = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
-    load_full_state_dict(model, {"weight": full} if rank == 0 else None)
-    assert torch.equal(model.weight.full_tensor(), full)
-    state = full_state_dict(model)
-    assert state == {} if rank else torch.equal(state["weight"], full)
+def check_disjoint_meshes(rank, world_size):
+    """Two stages of a pipeline, of two ranks each, with equal names and shapes: sharded, or plain."""
+    stage = rank // 2
+    mesh = rank_mesh((2, 2), ("pp", "dp"))["dp"]
+    sharded, plain = nn.Linear(3, 3), nn.Linear(3, 3)
+    for model in (sharded, plain):
+        nn.init.constant_(model.weight, stage)
+        nn.init.constant_(model.bias, stage)
+    fully_shard(sharded, mesh=mesh)
+    over = r"weight: rank 0 has \(3, 3\) torch.float32 over ranks \[0, 1\], rank 2 .* over ranks \[2, 3\](.|\n)*group="
+    for function in (lambda: load_full_state_dict(sharded, {}), lambda: full_state_dict(sharded)):
+        with pytest.raises(RuntimeError, match=over):
+            function()
+    with pytest.raises(RuntimeError, match=r"weight: ranks \[2, 3\] hold other values than ranks \[0, 1\].*group="):
+        full_state_dict(plain)
+    for model in (sharded, plain):
+        state = full_state_dict(model, group=mesh.get_group())
+        assert state == {} if rank % 2 else torch.equal(state["weight"], torch.full((3, 3), float(stage)))
 
 
-def test_mesh_without_rank_0():
-    run_ranks(4, check_submesh_of_all)
+def test_stages_with_equal_names_are_refused():
+    run_ranks(4, check_disjoint_meshes)
 
 
 def test_without_process_group(directory):

@@ -1,9 +1,10 @@
 """Exchange between ranks: small objects to agree on, bytes of tensors, and errors, so that no rank waits for another.
 
-They also compare parameters. One rank writes a plain parameter for all ranks, so stages of a pipeline whose modules
-share names would all be restored as the first. A fingerprint hashes up to 1,024 evenly spread elements: parameters of
-different modules differ nearly everywhere, and a full hash would cost more than the copy to staging memory. Buffers are
-not compared: running statistics may differ between ranks, and the first rank's are kept, as in stock.
+They also compare values. One rank writes a plain value for all ranks, so stages of a pipeline whose modules share
+names would all be restored as the first, and so would optimizer state that a custom optimizer keeps for each rank's
+shard. A fingerprint hashes up to 1,024 evenly spread elements: parameters of different modules differ nearly
+everywhere, and a full hash would cost more than the copy to staging memory. Buffers are not compared: running
+statistics may differ between ranks, and the first rank's are kept, as in stock. Nor are values of `user`.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from shardkit.core.checkpoint.leaves import Captured, LeafPath, name_of
-from shardkit.core.checkpoint.plan import boxes_of
+from shardkit.core.checkpoint.leaves import OPTIMIZER, SCHEDULER, Captured, LeafPath, name_of
+from shardkit.core.checkpoint.plan import boxes_of, is_in_group
 from shardkit.core.checkpoint.stored import bytes_of
 
 T = TypeVar("T")
@@ -135,7 +136,7 @@ _SAMPLES = 1024
 
 @dataclass(frozen=True)
 class Box:
-    """A box of a parameter; two ranks that hold the same box should hold the same values."""
+    """A box of a tensor, or another value; two ranks that hold the same box should hold the same values."""
 
     path: LeafPath
     look: str
@@ -146,13 +147,22 @@ class Box:
 Fingerprints = dict[Box, int]
 
 
-def fingerprints(captured: Captured, *, sharded: bool) -> Fingerprints:
-    """Fingerprints of the parameters that are not DTensors, or of all if `sharded`. Not collective."""
+def fingerprints(captured: Captured, *, alike: bool) -> Fingerprints:
+    """Fingerprints of plain parameters and of the plain values of optimizers and schedulers. Not collective.
+
+    If not all ranks are `alike` in names and layouts, those of sharded parameters too, but not those of parameter
+    groups: a checkpoint keeps groups whose options differ.
+    """
     boxes: list[Box] = []
     samples: list[torch.Tensor] = []
-    for path in captured.parameters:
+    found: Fingerprints = {}
+    state = (path for path in captured.shared.values if path[0] in (OPTIMIZER, SCHEDULER))
+    for path in (*captured.parameters, *state):
         value = captured.shared.values.get(path)
-        if not isinstance(value, torch.Tensor) or (isinstance(value, DTensor) and not sharded):
+        if (isinstance(value, DTensor) and (alike or path[0] == OPTIMIZER)) or (is_in_group(path) and not alike):
+            continue
+        if not isinstance(value, torch.Tensor):
+            found[Box(path, type(value).__name__, (), ())] = _number(_text_of(value).encode())
             continue
         if value.layout is not torch.strided or value.device.type == "meta":
             continue  # planning rejects it, with its name
@@ -162,7 +172,6 @@ def fingerprints(captured: Captured, *, sharded: bool) -> Fingerprints:
             flat = part.reshape(-1)
             # An odd stride does not stay in one column of a matrix.
             samples.append(bytes_of(flat[:: -(-flat.numel() // _SAMPLES) | 1].contiguous()))
-    found: Fingerprints = {}
     for box, one in zip(boxes, _on_cpu(samples), strict=True):
         found[box] = _number(one.numpy().tobytes())
     return found
@@ -182,6 +191,11 @@ def _on_cpu(samples: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return found
 
 
+def _text_of(value: object) -> str:
+    """The same text for equal values on all ranks; the order of a set differs from process to process."""
+    return repr(sorted(map(repr, value))) if isinstance(value, set) else repr(value)
+
+
 def _number(data: bytes) -> int:
     return int.from_bytes(hashlib.sha256(data).digest()[:8], "little") >> 4
 
@@ -191,7 +205,7 @@ def digest_of(found: Fingerprints) -> int:
     return _number(repr(list(found.items())).encode())
 
 
-def check_same(everyone: Sequence[Fingerprints]) -> None:
+def check_same(everyone: Sequence[Fingerprints], remedy: str | None = None) -> None:
     """Raises CheckpointError if two ranks hold different values of one parameter, or different parameters by one name.
     `everyone` has the fingerprints of each rank, by rank.
     """
@@ -201,19 +215,29 @@ def check_same(everyone: Sequence[Fingerprints]) -> None:
         for box, number in found.items():
             looks.setdefault(box.path, {}).setdefault(box.look, []).append(rank)
             numbers.setdefault(box, {}).setdefault(number, []).append(rank)
-    what = "; give modules that differ from rank to rank names that differ, or put them into per_rank="
     for path, by_look in looks.items():
         if len(by_look) > 1:
             told = ", ".join(f"ranks {_listed(ranks)} {look}" for look, ranks in by_look.items())
-            raise CheckpointError(f"{name_of(path)}: ranks hold different parameters under this name: {told}{what}")
+            what = "state" if path[0] == OPTIMIZER else "parameters"
+            raise CheckpointError(
+                f"{name_of(path)}: ranks hold different {what} under this name: {told}{remedy or _remedy(path)}"
+            )
     for box, by_number in numbers.items():
         if len(by_number) > 1:
             first, *others = by_number.values()
             odd = sorted(rank for ranks in others for rank in ranks)
             raise CheckpointError(
-                f"{name_of(box.path)}: ranks {_listed(odd)} hold other values than ranks "
-                f"{_listed(first)} under this name, and a checkpoint would keep those of rank {first[0]}{what}"
+                f"{name_of(box.path)}: ranks {_listed(odd)} hold other values than ranks {_listed(first)} under this "
+                f"name, and only those of rank {first[0]} would be kept{remedy or _remedy(box.path)}"
             )
+
+
+def _remedy(path: LeafPath) -> str:
+    if path[0] == OPTIMIZER:
+        return "; make it equal on all ranks, or keep state that belongs to a shard as a DTensor like its parameter"
+    if path[0] == SCHEDULER:
+        return "; step it alike on all ranks, or put it into per_rank="
+    return "; give modules that differ from rank to rank names that differ, or put them into per_rank="
 
 
 def _listed(ranks: Sequence[int]) -> str:

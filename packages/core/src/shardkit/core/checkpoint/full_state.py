@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardkit.core.checkpoint.agreement import Peers
+from shardkit.core.checkpoint.agreement import Fingerprints, Peers, check_same, fingerprints
+from shardkit.core.checkpoint.leaves import Captured, Leaves
 from shardkit.core.checkpoint.sources import Source, open_source
 from shardkit.core.materialize import allocate, homes
 from shardkit.core.parameters.region import Region, region_of
@@ -41,6 +42,7 @@ class Slot:
     shape: tuple[int, ...]  # of the full tensor
     dtype: torch.dtype
     region: Region
+    mesh: tuple[int, ...]  # ranks of its mesh; none for a plain tensor
     device_type: str  # device type of the shards: the mesh's, even if they are offloaded to CPU
     meta: bool
 
@@ -52,7 +54,8 @@ class Report:
     slots: dict[str, Slot] = field(default_factory=dict)
     objects: tuple[str, ...] = ()
     ties: tuple[tuple[str, ...], ...] = ()
-    fingerprint: str | None = None
+    fingerprint: str | None = None  # of the source
+    values: Fingerprints = field(default_factory=dict)  # of plain parameters
     failure: Exception | None = None
     unreadable: Exception | None = None  # why this rank cannot read the source; matters on rank 0 only
 
@@ -106,14 +109,17 @@ def _check_agreement(reports: list[Report]) -> None:
         ]
         if lines:
             raise RuntimeError(
-                "the module differs between ranks, expected the same names, full shapes and dtypes everywhere:\n"
+                "the module differs between ranks, expected equal names, full shapes, dtypes and meshes everywhere:\n"
                 + "\n".join(lines)
                 + "\nbuild it the same way on all ranks, or pass group= with the ranks that share this module"
             )
 
 
 def _described(report: Report) -> dict[str, str]:
-    return {name: f"{slot.shape} {slot.dtype}" for name, slot in report.slots.items()}
+    return {
+        name: f"{slot.shape} {slot.dtype}" + (f" over ranks {list(slot.mesh)}" if slot.mesh else "")
+        for name, slot in report.slots.items()
+    }
 
 
 def _slot_of(name: str, tensor: torch.Tensor) -> Slot:
@@ -125,8 +131,10 @@ def _slot_of(name: str, tensor: torch.Tensor) -> Slot:
             f"{getattr(tensor, 'placements', ())} of shape {tuple(tensor.shape)}; "
             "make it with `distribute_tensor`, or give `from_local` its shape and stride"
         )
-    device_type = tensor.device_mesh.device_type if isinstance(tensor, DTensor) else tensor.device.type
-    return Slot(tuple(tensor.shape), tensor.dtype, region, device_type, local.is_meta)
+    mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
+    ranks = () if mesh is None else tuple(sorted(mesh.mesh.flatten().tolist()))
+    device_type = tensor.device.type if mesh is None else mesh.device_type
+    return Slot(tuple(tensor.shape), tensor.dtype, region, ranks, device_type, local.is_meta)
 
 
 def full_state_dict(
@@ -139,8 +147,8 @@ def full_state_dict(
     """The state dict of a sharded module with full plain tensors: parameters, persistent buffers, extra state.
 
     Collective over `group`. Gathers each tensor to rank 0, one at a time. With `rank0_only`, other ranks send their
-    pieces, never hold a full tensor and get an empty dict; otherwise rank 0 sends each tensor to them. For a replicated
-    or plain tensor (a buffer), rank 0's copy is used.
+    pieces, never hold a full tensor and get an empty dict; otherwise rank 0 sends each tensor to them. For a buffer, or
+    what else is plain or replicated, rank 0's copy is used.
 
     Args:
         module: any module; its parameters are DTensors on any meshes (Shard, strided Shard, Replicate) or plain.
@@ -154,12 +162,15 @@ def full_state_dict(
         parameters share theirs with each other.
 
     Raises:
-        RuntimeError: on all ranks, if tensors are on the meta device, if modules differ between ranks, or if the ranks
-            of `group` together do not hold a whole tensor.
+        RuntimeError: on all ranks, if tensors are on the meta device, if modules differ between ranks, also in the
+            ranks of a mesh or the values of a plain parameter, or if the ranks of `group` together do not hold a whole
+            tensor.
         ValueError: for a placement that is neither Replicate nor sharding.
     """
     peers = Peers.of(group)
     state, report = _survey(module)
+    if state is not None:
+        report = replace(report, values=_values(state))
     reports = peers.gather(report)
     owners_of = _agreed(peers, reports, _owners)
     assert state is not None, "a rank that cannot read its module has failed the others too"
@@ -186,6 +197,12 @@ def _survey(module: nn.Module) -> tuple[ModuleState | None, Report]:
         return None, Report(failure=_told(error, f"cannot read the state of {type(module).__name__}"))
 
 
+def _values(state: ModuleState) -> Fingerprints:
+    """Fingerprints of plain parameters, which may belong to stages or experts that are named alike."""
+    plain = {(name,): value for name, value in state.tensors.items() if isinstance(value, nn.Parameter)}
+    return fingerprints(Captured(Leaves(plain), Leaves(), tuple(plain)), alike=True)
+
+
 def _agreed(peers: Peers, reports: list[Report] | None, decide: Callable[[list[Report]], T]) -> T:
     """Decides on rank 0 from all reports; an error raised there is raised on every rank. Collective."""
     answer: T | Exception | None = None
@@ -206,6 +223,7 @@ def _agreed(peers: Peers, reports: list[Report] | None, decide: Callable[[list[R
 def _owners(reports: list[Report]) -> dict[str, tuple[int, ...]]:
     """For each tensor, in order, the ranks whose pieces make it up."""
     _check_agreement(reports)
+    check_same([report.values for report in reports], "; pass group= with the ranks that share this module")
     unmade = [name for name in reports[0].slots if any(report.slots[name].meta for report in reports)]
     if unmade:
         raise RuntimeError(

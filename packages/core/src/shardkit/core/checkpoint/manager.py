@@ -127,7 +127,7 @@ class CheckpointManager:
         Raises:
             CheckpointError: on all ranks, if the previous save failed on any rank (then this one does not start), if
                 the state cannot be stored, if the ranks pass different steps or a negative one, or if ranks hold
-                different parameters under one name.
+                different values under one name.
         """
         self.wait()
         plan, number, digest, values, error = None, 0, 0, 0, None
@@ -137,7 +137,7 @@ class CheckpointManager:
             info = json.loads(json.dumps(dict(info or {})))  # as it is now: the thread writes it later
             captured = state.capture(self._peers.rank)
             digest = layouts_digest(captured.shared.values)
-            values = digest_of(fingerprints(captured, sharded=False))
+            values = digest_of(fingerprints(captured, alike=True))
             plan = self._planned(captured, by_layout=True) if self._alike else None
         except Exception as caught:  # noqa: BLE001 (raised on all ranks below)
             error = caught
@@ -155,7 +155,7 @@ class CheckpointManager:
         assert captured is not None
         self._alike = high == -low
         if not self._alike or most_values != -least_values:
-            self._check_parameters(captured, f"saving step {step}")
+            self._check_values(captured, f"saving step {step}")
         if plan is None or not self._alike:
             holdings = gather_everywhere(self._peers, holding_of(captured.shared))
             with self._together(f"saving step {step}"):
@@ -168,11 +168,11 @@ class CheckpointManager:
         if blocking:
             self.wait()
 
-    def _check_parameters(self, captured: Captured, what: str) -> None:
-        """Raises CheckpointError on all ranks if any two hold different parameters under one name. Collective."""
+    def _check_values(self, captured: Captured, what: str) -> None:
+        """Raises CheckpointError on all ranks if any two hold different values under one name. Collective."""
         found: Fingerprints = {}
         with self._together(what):
-            found = fingerprints(captured, sharded=not self._alike)
+            found = fingerprints(captured, alike=self._alike)
         try:
             check_same(gather_everywhere(self._peers, found))
         except CheckpointError as error:

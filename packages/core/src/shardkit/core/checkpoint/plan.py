@@ -315,17 +315,18 @@ class _Merged:
 def holding_of(leaves: Leaves) -> Holding:
     """This rank's holding. Not collective."""
     plain = tuple(
-        path for path, value in leaves.values.items() if not isinstance(value, DTensor) and not _is_in_group(path)
+        path for path, value in leaves.values.items() if not isinstance(value, DTensor) and not is_in_group(path)
     )
     below: dict[Any, dict[LeafPath, Any]] = {}
     for path, value in leaves.values.items():
-        if _is_in_group(path):
+        if is_in_group(path):
             below.setdefault(path[2], {})[path[3:]] = value
     params = [tuple(group.pop(("params",), ())) for group in below.values()]
     return Holding(plain, tuple(Group(repr(group), names) for group, names in zip(below.values(), params, strict=True)))
 
 
-def _is_in_group(path: LeafPath) -> bool:
+def is_in_group(path: LeafPath) -> bool:
+    """Whether a value belongs to a parameter group of an optimizer."""
     return path[:2] == _GROUPS and len(path) > 3
 
 
@@ -339,7 +340,7 @@ def part_of(leaves: Leaves, holdings: Sequence[Holding], rank: int) -> Leaves:
     places = {At(one.number): (At(place), one) for place, one in enumerate(groups) if one.rank == rank}
     part = Leaves(empties=leaves.empties)
     for path, value in leaves.values.items():
-        if _is_in_group(path):
+        if is_in_group(path):
             if path[2] in places:
                 place, one = places[path[2]]
                 part.values[(*_GROUPS, place, *path[3:])] = list(one.params) if path[3:] == ("params",) else value

@@ -42,7 +42,8 @@ from shardkit.core.checkpoint.leaves import (
 from shardkit.core.checkpoint.reading import read_objects, read_tensors
 from shardkit.core.optimizer_steps.block_steps import target_by_block
 from shardkit.core.optimizer_steps.whole_state import NUMBERS
-from shardkit.core.parameters.placements import Owned
+from shardkit.core.parameters.placements import Owned, is_ours
+from shardkit.core.torch_compat import local_of
 
 
 def get_rng_state() -> dict[str, Any]:
@@ -114,12 +115,16 @@ class OptimizerNames:
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """State by name and parameter groups with names of parameters; its tensors are the live ones."""
+        """State by name and parameter groups with names of parameters; its tensors are the live ones.
+
+        Raises ValueError for plain state that has the shape of a parameter's shard: it would be saved for one rank.
+        """
         state: dict[str, Any] = {}
         groups = []
         for optimizer in self.optimizers:
             for parameter, values in optimizer.state.items():
                 state[self.name_of[id(parameter)]] = dict(values)
+                _refuse_plain_shards(self.name_of[id(parameter)], parameter, values)
             for group in optimizer.param_groups:
                 names = [self.name_of[id(parameter)] for parameter in group["params"]]
                 groups.append({**group, "params": names})
@@ -189,6 +194,20 @@ class OptimizerNames:
             loads.append((optimizer, names, options))
         for optimizer, names, options in loads:
             _load(optimizer, state, names, options)
+
+
+def _refuse_plain_shards(name: str, parameter: torch.Tensor, values: Mapping[str, Any]) -> None:
+    if not isinstance(parameter, DTensor) or any(map(is_ours, parameter.placements)):
+        return
+    local, whole = tuple(local_of(parameter).shape), tuple(parameter.shape)
+    for key, value in values.items():
+        plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+        if plain and value.numel() > 1 and tuple(value.shape) == local != whole:
+            raise ValueError(
+                f"optimizer.state.{name}.{key}: a plain tensor of shape {local}, as this rank's shard; "
+                f"expected a DTensor of shape {whole}, of which every rank's part is saved; make it with "
+                "torch.zeros_like(parameter)"
+            )
 
 
 def _is_owned(parameter: torch.Tensor) -> bool:
