@@ -8,8 +8,8 @@ is set aside if backward leaves none of its passes, although it could be seen le
 inside a forward, as for a force or a penalty: passes of this forward are set aside one by one.
 
 One backward may also visit several forwards (the sum of their losses). It may enter a pass through one that lies inside
-it: a model returns the output of its last block. Then the passes around are entered with it, and their own hooks, which
-come later, drop no pass of another forward.
+it: a model returns the output of its last block. Then the passes around are entered with it. Each hook names its pass,
+so their own hooks, which come later, drop no pass of another forward.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -27,7 +27,7 @@ from shardkit.core.engine.param_group import FSDPParamGroup
 from shardkit.core.engine.timetable import Timetable
 from shardkit.core.torch_compat import current_backward, runs_in_this_backward
 
-__all__ = ["Order", "Pass", "ScheduledState", "no_state"]
+__all__ = ["Order", "Pass", "ScheduledState"]
 
 # At most this many entries of forwards without a backward are kept.
 _LONGEST = 10_000
@@ -48,16 +48,11 @@ class ScheduledState(Protocol):
     @property
     def groups_below(self) -> Iterable[FSDPParamGroup]: ...
     def end_incomplete_pass(self) -> None: ...
-    def pre_backward(self) -> None: ...
+    def pre_backward(self, gradient: None = None, *, of: Pass) -> None: ...
     def prefetch_for_backward(self) -> Sequence[ScheduledState]: ...
     def wait_for_unshard(self) -> None: ...
     def end_backward(self) -> None: ...
     def reset(self) -> None: ...
-
-
-def no_state() -> None:
-    """Stands for a weak reference where a pass runs in no state's forward."""
-    return
 
 
 @dataclass(slots=True, eq=False)
@@ -67,22 +62,26 @@ class Pass:
     Attributes:
         state: index of the state in the list of the order.
         began: autograd's sequence number when it began; its nodes have this number or higher ones.
-        outer: returns the state that backward continues with: the one in whose forward it ran, if there is one.
-        around: the same, but returns None where a recomputation begins.
+        outer: the pass that backward continues with: that in which it ran, if there is one.
+        around: the same, but None where a recomputation begins.
         pending: ids of the modules of the state that have not run yet.
         leaving: weakly, the autograd node through which backward leaves it; None if no input needs a gradient.
         has_backward: whether backward will visit it, because an output has a place in the graph.
         forward: number of the outermost forward that it belongs to, from 1 on; 0 for a recomputation.
+        ended: its place among all passes, in the order in which they ended.
+        visited: whether backward has entered it, or skipped it.
     """
 
     state: int
     began: int = 0
-    outer: Callable[[], ScheduledState | None] = no_state
-    around: Callable[[], ScheduledState | None] = no_state
+    outer: Pass | None = None
+    around: Pass | None = None
     pending: set[int] = field(default_factory=set)
     leaving: weakref.ReferenceType[Any] | None = None
     has_backward: bool = False
     forward: int = 0
+    ended: int = 0
+    visited: bool = False
 
     def will_be_left(self) -> bool:
         """Whether the current backward will call us when it leaves this pass."""
@@ -103,16 +102,14 @@ class Order:
     """
 
     def __init__(self) -> None:
-        self._forward_root: Callable[[], ScheduledState | None] = no_state
+        self._forward_root: weakref.ReferenceType[ScheduledState] | None = None
         self.in_backward = False
         self.is_steady = False
         self.passes: list[Pass] = []
         self._set_aside: list[Pass] = []
-        self._before: list[Pass] = []  # all passes, before some were set aside
         self._backward = -1  # number of the running backward
-        self._staying: set[int] = set()  # states that the running backward has entered and will not be seen leaving
-        self._around: set[int] = set()  # states that it has entered through a pass inside theirs, before their own hook
         self._forwards = 0
+        self._ended = 0
         self._awaited = Counter[int]()  # number of passes of each state
         self._states: list[weakref.ReferenceType[ScheduledState]] = []
         self.forward = Timetable()
@@ -160,11 +157,11 @@ class Order:
     @property
     def running_forward(self) -> ScheduledState | None:
         """The outermost state whose forward has begun and not ended, None if there is none."""
-        return self._forward_root()
+        return None if self._forward_root is None else self._forward_root()
 
     def end_forward(self, *, complete: bool) -> None:
         """The forward of all states has ended; if it is `complete`, the next one follows its order."""
-        self._forward_root = no_state
+        self._forward_root = None
         if complete:
             self.is_steady = self.forward.states == tuple(self._recording)
             if not self.is_steady:
@@ -176,6 +173,8 @@ class Order:
         if self.in_backward and self.awaits_backward(ended.state):  # recomputed
             return
         ended.forward = 0 if self.in_backward else self._forwards
+        self._ended += 1
+        ended.ended = self._ended
         self.passes.append(ended)
         self._awaited[ended.state] += 1
         if len(self.passes) > _LONGEST:
@@ -185,6 +184,7 @@ class Order:
         """Forgets the pass at index `first`, and all later ones."""
         for one in self.passes[first:]:
             self._awaited[one.state] -= 1
+            one.visited = True
         del self.passes[first:]
 
     def awaits_backward(self, index: int) -> bool:
@@ -208,7 +208,6 @@ class Order:
         if self.running_forward is not None:
             aside |= self._before_inner_backward(of)
         if aside:
-            self._before = self.passes
             self._set_aside = [one for one in self.passes if id(one) in aside]
             self._replace_passes([one for one in self.passes if id(one) not in aside])
         self.backward = Timetable([one.state for one in reversed(self.passes)])
@@ -228,51 +227,29 @@ class Order:
                 awaited.clear()
         return skipped
 
-    def enter_backward(self, state: ScheduledState) -> Pass | None:
-        """A state's backward begins: drops its last pass and all later ones; returns the pass, None if unknown."""
-        if state.index in self._around:
-            self._around.discard(state.index)
-            return None
+    def enter_backward(self, entered: Pass) -> bool:
+        """Backward enters a pass: drops it and all later ones. False if it has before, or the pass is not known."""
+        if entered.visited:
+            return False
         last = len(self.passes) - 1
-        while last >= 0 and self.passes[last].state != state.index:
+        while last >= 0 and self.passes[last] is not entered:
             last -= 1
         if last < 0:
-            return None
-        entered = self.passes[last]
-        for one in self.passes[last:]:
-            if one.began > entered.began:  # backward has skipped it
-                continue
-            if one is not entered and one.state not in self._staying:  # its own hook is still to come
-                self._around.add(one.state)
-            if self._will_be_left(one):
-                self._staying.discard(one.state)
-            else:
-                self._staying.add(one.state)
+            return False
         self._drop_passes(last)
         self.backward.move_to(len(self.backward.states) - 1 - last)  # nowhere if it has been added since
-        return entered
+        return True
 
-    def _will_be_left(self, one: Pass) -> bool:
+    def will_be_left(self, one: Pass) -> bool:
+        """Whether the running backward will call us when it leaves this pass."""
         if one.forward and current_backward() != self._backward:  # asked in the inner backward of a recomputation
             return one.leaving is not None and one.leaving() is not None
         return one.will_be_left()
 
-    def stays_in(self, state: ScheduledState) -> bool:
-        """Whether the running backward has entered `state` through a pass that it will not be seen leaving."""
-        return state.index in self._staying
-
-    def next_in_backward(self) -> ScheduledState | None:
-        """The state whose pass the running backward visits next, None if there is none."""
-        return self.state_at(self.passes[-1].state) if self.passes else None
-
     def _take_back_set_aside(self) -> None:
         if self._set_aside:
-            left = {id(one) for one in (*self._set_aside, *self.passes)}
-            before = [one for one in self._before if id(one) in left]
-            added = left.difference(map(id, before))
-            both = [*before, *(one for one in self.passes if id(one) in added)]
-            self._replace_passes(sorted(both, key=operator.attrgetter("forward")) if added else both)
-            self._set_aside, self._before = [], []
+            self._replace_passes(sorted((*self._set_aside, *self.passes), key=operator.attrgetter("forward", "ended")))
+            self._set_aside = []
 
     def _replace_passes(self, passes: list[Pass]) -> None:
         self.passes = passes
@@ -281,8 +258,6 @@ class Order:
     def end_backward(self) -> None:
         """A backward has ended: what it did not visit waits for another one."""
         self.in_backward = False
-        self._staying.clear()
-        self._around.clear()
         self._take_back_set_aside()
 
     def forget_passes(self) -> None:

@@ -49,7 +49,7 @@ class Schedule:
         context: the lanes, and reductions in flight.
         order: the recorded order of the states, and the iteration's position in it.
         room: how much unsharded memory the groups may take.
-        innermost: the innermost state whose forward is running.
+        innermost: the innermost pass whose forward is running.
         is_last_backward: whether the end of backward waits for reductions on streams, and forgets the order of forward.
         manual_finalization: whether `finalize_backward` does that instead.
         post_optim_event: the user's event that the next forward's first gather waits for.
@@ -60,7 +60,7 @@ class Schedule:
     def __init__(self, context: CommContext) -> None:
         self.context = context
         self.order = Order()
-        self.innermost: ScheduledState | None = None
+        self.innermost: Pass | None = None
         self.is_last_backward = True
         self.manual_finalization = False
         self.post_optim_event: Any = None
@@ -207,14 +207,13 @@ class Schedule:
             self.builds_graph = torch.is_grad_enabled() and not transforms_active()
             queue_end_of_backward(self.end_backward)
 
-    def enter_backward(self, state: ScheduledState) -> Pass | None:
-        """A state's backward begins: gathers the groups that ran before it in forward; returns its pass, if known.
+    def enter_backward(self, state: ScheduledState, entered: Pass) -> None:
+        """Backward enters a pass of `state`: gathers the groups that ran before it in forward.
 
         If no hook reports that backward leaves it, the next state begins at once: Note [Ready in order].
         """
-        entered = self.order.enter_backward(state)
-        if entered is None:
-            return None
+        if not self.order.enter_backward(entered):
+            return
         passes = self.order.passes
         if state.backward_prefetch:
             listed = state.prefetch_for_backward()
@@ -224,9 +223,8 @@ class Schedule:
                     one.wait_for_unshard()  # no hook reports when backward gets there
         else:
             self._gather_ahead(self.order.backward, in_backward=True)
-        if passes and (passes[-1].began >= entered.began or self.order.stays_in(state)):
+        if passes and (passes[-1].began >= entered.began or not self.order.will_be_left(entered)):
             self.leave_backward()
-        return entered
 
     def leave_backward(self) -> None:
         """Backward leaves a state, so it may enter the one that ran before, whose parameters must be gathered.
@@ -238,11 +236,12 @@ class Schedule:
         if self._leaving > 1:  # called by a state that the loop below enters
             return
         try:
-            while self._leaving and (state := self.order.next_in_backward()) is not None:
-                if self.order.stays_in(state):  # its next pass, of another forward, is entered without a hook
-                    self.enter_backward(state)
-                else:
-                    state.pre_backward()
+            while self._leaving and self.order.passes:
+                following = self.order.passes[-1]
+                state = self.order.state_at(following.state)
+                if state is None:
+                    break
+                state.pre_backward(of=following)
                 self._leaving -= 1
         finally:
             self._leaving = 0

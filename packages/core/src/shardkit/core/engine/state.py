@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -26,7 +26,7 @@ from shardkit.core.engine.context import CommContext
 from shardkit.core.engine.forward_errors import add_module
 from shardkit.core.engine.handed import HandedContainers
 from shardkit.core.engine.lazy_init import initialise_root
-from shardkit.core.engine.order import Pass, ScheduledState, no_state
+from shardkit.core.engine.order import Pass
 from shardkit.core.engine.param_group import FSDPParamGroup, Phase
 from shardkit.core.engine.schedule import Schedule
 from shardkit.core.engine.transforms import watch_each, watch_together
@@ -96,6 +96,7 @@ class FSDPState:
         self._module_ids = frozenset(id(module) for module in modules)
         self._in_pass = False
         self._pass = Pass(self.index)  # the running one, or the last one
+        self._entered = self._pass  # by backward
         self._inputs: type[_Inputs] | None = None
         self._given: list[tuple[torch.Tensor, torch.Tensor]] = []  # inputs of this pass, and forward's replacements
         self._handed: list[HandedContainers] = []  # of each running forward, outermost first
@@ -176,13 +177,12 @@ class FSDPState:
         return args, kwargs
 
     def _begin_pass(self) -> None:
-        innermost = self.schedule.innermost
-        around = _weakly(innermost)
-        # A recomputation may begin here; backward then leaves it for the state around the forward itself.
-        outer = self._pass.outer if innermost is None and self.schedule.in_backward else around
+        around = self.schedule.innermost
+        # A recomputation may begin here; backward then leaves it for the pass around the forward itself.
+        outer = self._pass.outer if around is None and self.schedule.in_backward else around
         self._pass = Pass(self.index, next_autograd_node(), outer, around, set(self._module_ids))
         self._in_pass = True
-        self.schedule.innermost = self
+        self.schedule.innermost = self._pass
         for group in self.groups:
             group.forward_users += 1
             group.prefetched = False
@@ -219,10 +219,10 @@ class FSDPState:
         self._given = list(zip(unique.values(), watched.values(), strict=True))
         return map_tensors(lambda tensor: watched.get(id(tensor), tensor), (args, kwargs))  # type: ignore[no-any-return]
 
-    def note_leaving(self, node: Any) -> ScheduledState | None:
-        """Remembers the autograd node whose backward calls `post_backward`; returns the state around this pass."""
+    def note_leaving(self, node: Any) -> Pass:
+        """Remembers the autograd node whose backward calls `post_backward`; returns this pass."""
         self._pass.leaving = weakref.ref(node)
-        return self._pass.outer()
+        return self._pass
 
     @no_dynamo
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -262,7 +262,8 @@ class FSDPState:
         output = self._watch_outputs(output, inputs)
         if not failed and not transforms_active():
             self._watch_kept(self._pass.began)
-            outer = self._pass.outer()
+            around = self._pass.outer
+            outer = None if around is None else self.schedule.order.state_at(around.state)
             if isinstance(outer, FSDPState) and next(reversed(module._forward_hooks)) not in self._hooks:
                 outer._hooked_later.append(self)
         if self._in_pass and (failed or not self._pass.pending):
@@ -306,8 +307,8 @@ class FSDPState:
         """Every module of the state has run, or will not run any more: reshards as configured."""
         with_grad = torch.is_grad_enabled()
         self._in_pass = False
-        if self.schedule.innermost is self:
-            self.schedule.innermost = self._pass.around()
+        if self.schedule.innermost is self._pass:
+            self.schedule.innermost = self._pass.around
         self.phase = Phase.IDLE
         for group in self.groups:
             group.forward_users -= 1
@@ -377,7 +378,7 @@ class FSDPState:
             return output
         if transforms_active():
             self._pass.has_backward = True
-            return watch_each(output, self.pre_backward)
+            return watch_each(output, functools.partial(self.pre_backward, of=self._pass))
         for tensor in reachable_tensors(output):
             if tensor.requires_grad and tensor.grad_fn is not None and id(tensor) not in inputs:
                 self._watch_output(tensor)
@@ -439,15 +440,17 @@ class FSDPState:
     # -- backward ------------------------------------------------------------------------------------------------------
 
     @no_dynamo
-    def pre_backward(self, gradient: torch.Tensor | None = None, *, of: Pass | None = None) -> None:
+    def pre_backward(self, gradient: torch.Tensor | None = None, *, of: Pass) -> None:
         """Runs when the gradient of an output arrives, or may arrive next; afterwards the parameters are unsharded."""
         if self.phase is Phase.PRE_BACKWARD:
-            if (
-                not self.groups and (outer := self._pass.outer()) is not None
-            ):  # no hook has reported that backward left it
-                outer.pre_backward()
+            if not self.groups:  # no hook has reported that backward left it
+                self.enter_outer(of)
+            if of is not self._entered and not self.schedule.order.will_be_left(self._entered):  # nor will one
+                self._entered = of
+                self.schedule.enter_backward(self, of)
             return
         self.phase = Phase.PRE_BACKWARD
+        self._entered = of
         if events.hub.active:
             events.emit(events.ModuleBegan(self.fqn, "backward", bool(self.is_root)))
         self.schedule.begin_backward(of)
@@ -462,10 +465,13 @@ class FSDPState:
         for group in self.groups:
             group.wait_for_unshard()
             group.begin_backward()
-        entered = self.schedule.enter_backward(self)
-        outer = (self._pass if entered is None else entered).outer()
-        if outer is not None:  # backward continues there, and may recompute this pass from there
-            outer.pre_backward()
+        self.schedule.enter_backward(self, of)
+        self.enter_outer(of)  # backward continues there, and may recompute this pass from there
+
+    def enter_outer(self, of: Pass) -> None:
+        """Backward enters the pass around this one, if there is one."""
+        if of.outer is not None and (outer := self.schedule.order.state_at(of.outer.state)) is not None:
+            outer.pre_backward(of=of.outer)
 
     def prefetch_for_backward(self) -> list[FSDPState]:
         """Gathers the groups that the user listed for this state's backward; returns their states."""
@@ -493,7 +499,7 @@ class FSDPState:
         if builds_graph:  # a backward through this one enters here
             for gradient in gradients:
                 if gradient is not None and gradient.grad_fn is not None:
-                    gradient.register_hook(self.pre_backward)
+                    gradient.register_hook(functools.partial(self.pre_backward, of=self._pass))
         if events.hub.active:
             events.emit(events.ModuleEnded(self.fqn, "backward", bool(self.is_root)))
         self.schedule.leave_backward()
@@ -587,10 +593,6 @@ class FSDPState:
             group.sweep(loading=True)
 
 
-def _weakly(state: ScheduledState | None) -> Callable[[], ScheduledState | None]:
-    return no_state if state is None else weakref.ref(state)
-
-
 def _on_this_rank(tensor: torch.Tensor) -> torch.Tensor:
     tensor = unwrapped(tensor)
     return local_of(tensor) if isinstance(tensor, DTensor) else tensor
@@ -609,15 +611,14 @@ class _Inputs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, state: FSDPState, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.state = state
-        ctx.outer = state.note_leaving(ctx)
+        ctx.left = state.note_leaving(ctx)
         ctx.set_materialize_grads(False)
         return inputs
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         ctx.state.post_backward(gradients)
-        if ctx.outer is not None:  # the gradients continue there
-            ctx.outer.pre_backward()
+        ctx.state.enter_outer(ctx.left)  # the gradients continue there
         return (None, *gradients)
 
     @staticmethod
