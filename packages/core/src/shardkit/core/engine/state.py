@@ -104,13 +104,11 @@ class FSDPState:
         self.runs_method = False  # one registered by `register_fsdp_forward_method`
         self._depth = 0
         self._handled = 0
-        self._hooks: set[int] = set()  # ids of `post_forward` among the forward hooks of the modules
-        self._hooked_later: list[FSDPState] = []  # states in this pass with users' hooks after ours
         for module in modules:
             module.__dict__[STATE] = self
             register_with_stock(module, self)
             module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
-            self._hooks.add(module.register_forward_hook(self.post_forward, always_call=True).id)
+            module.register_forward_hook(self.post_forward, always_call=True)
 
     def add_group(self, group: FSDPParamGroup) -> None:
         """Makes this state gather and reshard `group` as well."""
@@ -244,12 +242,12 @@ class FSDPState:
             if failed and not self.schedule.in_backward:
                 self._abandon_forward()
             else:  # a recomputation stops by an error where it has made the last tensor that backward needs
-                output = self._end_forward(module, output, failed=failed)
+                output = self._end_forward(output, failed=failed)
             if events.hub.active:
                 events.emit(events.ModuleEnded(self.fqn, self._forward_name, bool(self.is_root)))
         return self._cast_outputs(output)
 
-    def _end_forward(self, module: nn.Module, output: Any, *, failed: bool) -> Any:
+    def _end_forward(self, output: Any, *, failed: bool) -> Any:
         inputs = {id(original) for original, _ in self._given}
         try:
             output = self._own_outputs(self._unwatch(output))
@@ -261,11 +259,7 @@ class FSDPState:
             ) from error
         output = self._watch_outputs(output, inputs)
         if not failed and not transforms_active():
-            self._watch_kept(self._pass.began)
-            around = self._pass.outer
-            outer = None if around is None else self.schedule.order.state_at(around.state)
-            if isinstance(outer, FSDPState) and next(reversed(module._forward_hooks)) not in self._hooks:
-                outer._hooked_later.append(self)
+            self._watch_kept()
         if self._in_pass and (failed or not self._pass.pending):
             self.end_pass()
         if self.schedule.is_forward_root(self):
@@ -384,24 +378,16 @@ class FSDPState:
                 self._watch_output(tensor)
         return output
 
-    def _watch_kept(self, since: int) -> None:
+    def _watch_kept(self) -> None:
         """Watches tensors that the modules keep; refuses parameters and views of them, whose memory is freed.
-
-        Tensors kept by hooks registered later than ours are seen when the enclosing forward ends.
-
-        Args:
-            since: autograd's sequence number where the forward began.
 
         Raises:
             RuntimeError: if a module keeps a parameter that resharding frees, or a view of one.
         """
-        inner, self._hooked_later = self._hooked_later, []
-        for state in dict.fromkeys(inner):
-            state._watch_kept(since)
         with_grad = torch.is_grad_enabled()
         for module in self._keepers:
             for attribute, tensor in tensors_kept_by(module):
-                if with_grad and tensor.requires_grad and made_since(tensor, since):
+                if with_grad and tensor.requires_grad and made_since(tensor, self._pass.began):
                     self._watch_output(tensor)
                 if type(tensor) not in (torch.Tensor, nn.Parameter) or not is_leaf_or_view(tensor):
                     continue
@@ -528,7 +514,6 @@ class FSDPState:
         self._pass = Pass(self.index)
         self._given.clear()
         self._handed.clear()
-        self._hooked_later.clear()
         self._depth = 0
         self.phase = Phase.IDLE
 
