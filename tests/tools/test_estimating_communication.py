@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import nn
 
-from shardkit.tools import TrainingJob, estimate_job
+from shardkit.tools import TrainingJob, estimate_job, preset
 from shardkit.tools.estimating.trace import Awaited, Transfer
 
 RANKS = 4
@@ -98,3 +98,19 @@ def test_collectives_in_place(name: str) -> None:
     assert (transfer.collective, transfer.bytes) == (kind, 96)
     assert transfer.wire_bytes == (2 if kind == "all-reduce" else 1) * 96 * (RANKS - 1) // RANKS
     assert awaited.about == transfer.about
+
+
+@pytest.mark.parametrize(
+    ("version", "settings", "packs"),
+    [("2.13.0", {}, False), ("2.15.0", {}, True), ("2.15.0", {"TORCH_DIST_USE_NCCL2": "0"}, False)],
+)
+def test_nccl_of_torch_2_15_gets_packed_buffers(
+    version: str, settings: dict[str, str], packs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(version))
+    monkeypatch.delenv("TORCH_DIST_USE_NCCL2", raising=False)
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    job = TrainingJob(lambda: nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256)), partial(torch.ones, 1, 256))
+    buffers = estimate_job(job, RANKS, preset("a100")).peak.by_category["communication"]
+    assert (buffers >= 256 * 256 * 4) == packs

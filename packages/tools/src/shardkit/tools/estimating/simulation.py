@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -92,6 +93,9 @@ class SimulatedTransport(Transport):
         announce: Callable[[int], None],
     ) -> None:
         super().__init__(group, device)
+        # torch 2.15's NCCL launches each collective by itself, so that core packs everything (runtime/choice.py).
+        together = torch.__version__ < (2, 15)  # type: ignore[operator]  # torch declares a str
+        self.direct = kind != "nccl" or together or os.environ.get("TORCH_DIST_USE_NCCL2") == "0"
         self.packs = kind != "shared"
         self.padded = kind == "nccl"
         self.sums_locally = kind != "nccl"
