@@ -54,6 +54,7 @@ _STEPS = (
     Check("a step never waits", "right:never_waits", limit=60),
     Check("a pinned input used again", "right:reused_input"),
 )
+_FAILED = Check("a launch that fails", "right:failed_launch")
 _MEMORY = tuple(
     Check(f"{model}, {precision}", "memory:peaks", (model, precision))
     for model in ("uniform", "llama", "uneven")
@@ -77,7 +78,7 @@ def jobs(facts: dict[str, Any]) -> list[Job]:
     return [
         _trial(0),
         Job("right", "one rank", _STEPS, 60, "bound"),
-        Job("right", "rank of 2", (*_STEPS, streams, *_RACES), 90, "mirror", 2),
+        Job("right", "rank of 2", (*_STEPS, streams, _FAILED, *_RACES), 90, "mirror", 2),
         *_elsewhere(),
         *(Job("memory", f"rank of {ranks}", _MEMORY, 90, "mirror", ranks) for ranks in (8, 2)),
         Job("speed", "one rank", _SPEED, 60, quiet=True),
@@ -90,7 +91,7 @@ def jobs(facts: dict[str, Any]) -> list[Job]:
 
 def _on_cpu() -> list[Job]:
     """The same checks in few processes: there is only to learn whether they work."""
-    played = (*_as_stock([*_ON_TWO, *_ON_FOUR]), *_STEPS, *_RACES, Check("compiled blocks", "right:compiled"))
+    played = (*_as_stock([*_ON_TWO, *_ON_FOUR]), *_STEPS, _FAILED, *_RACES, Check("compiled blocks", "right:compiled"))
     real = _real(2, {})
     return [
         replace(real, checks=(real.checks[0], *real.checks[-3:])),

@@ -13,6 +13,7 @@ import shardkit.core as ours
 from tests.gpu.training import ENGINES, NETWORKS, inputs, layers, synchronize, trainer
 from tests.gpu.worlds import ON_CPU, Mirror, Place, Skip, needs_gpu
 from tests.support import meshes
+from tests.support.lacking import lacking
 from tests.support.parity import Case, compare_training
 from tests.support.pools import lies_in_pool
 
@@ -125,6 +126,31 @@ def reused_input(place: Place) -> dict[str, str]:
     )
 
 
+def failed_launch(place: Place) -> None:
+    """A collective that cannot be launched is an error at once, while those before it wait; then training goes on."""
+    model = layers(ours, place.mesh(), count=4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    _stepped(model, optimizer, place, 0)
+    x = inputs(model, place.rank, 1, place.device)
+    synchronize()
+    if not ON_CPU:
+        torch.cuda._sleep(2000 * _CYCLES)
+        slept = torch.cuda.Event()
+        slept.record()
+    Mirror.launches, said = 1, "no error"
+    try:
+        model(x).sum().backward()
+    except RuntimeError as error:
+        said = str(error)
+    finally:
+        Mirror.launches = None
+    assert "as the check wants it" in said, said
+    assert ON_CPU or not slept.query(), "the host waited for the device before the error"
+    model.reset_iter_state()
+    optimizer.zero_grad()
+    assert _stepped(model, optimizer, place, 1).isfinite()
+
+
 def compiled(place: Place) -> None:
     """Blocks that are compiled train as those that are not."""
     losses = []
@@ -226,8 +252,8 @@ def placed(place: Place) -> None:
         try:
             model = layers(ours, place.mesh(), count=4, **options)
         except Exception as error:
-            if torch.__version__ < "2.12" and "2.12" in str(error):
-                raise Skip(f"{name}: {error}") from error
+            if why := lacking(error):
+                raise Skip(f"{name}: {why}") from error
             raise
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         for step in range(3):

@@ -80,6 +80,8 @@ class Mirror(dist.ProcessGroup):
 
     host_seconds = 0.0
     """Time that the host has spent here, where stock and ours are timed without the network."""
+    launches: ClassVar[int | None] = None
+    """How many gathers can be launched until one fails; None if none does."""
     delays: ClassVar[dict[str, int]] = {}
     """Cycles that the stream of each kind ("gather", "reduce", in checks also "compute") sleeps before its work."""
 
@@ -179,6 +181,10 @@ def _but(rows: Sequence[Any], rank: int) -> list[Any]:
 
 
 def _slept(kind: str) -> float:
+    if kind == "gather" and Mirror.launches is not None:
+        Mirror.launches -= 1
+        if Mirror.launches < 0:
+            raise RuntimeError("a launch fails, as the check wants it")
     if Mirror.delays.get(kind):
         torch.cuda._sleep(Mirror.delays[kind])
     return time.perf_counter()
