@@ -69,9 +69,9 @@ def refused(rank: int, world_size: int, path: Path, build: Any) -> str:
     ("world_size", "build", "text"),
     [
         (2, plain_stage, "model.0.weight: ranks [1] hold other values than ranks [0] under this name"),
-        (3, other_shape, "model.0.weight: ranks hold different parameters under this name: ranks [0, 1]"),
-        (2, turned, "model.0.weight: ranks hold different parameters under this name: ranks [0] torch.float32 (3, 2)"),
-        (2, other_dtype, "model.0.weight: ranks hold different parameters under this name: ranks [0] torch.float32"),
+        (3, other_shape, "model.0.weight: ranks hold different values under this name: ranks [0, 1]"),
+        (2, turned, "model.0.weight: ranks hold different values under this name: ranks [0] torch.float32 (3, 2)"),
+        (2, other_dtype, "model.0.weight: ranks hold different values under this name: ranks [0] torch.float32"),
         (2, second_differs, "model.1.weight: ranks [1] hold other values than ranks [0] under this name"),
         (4, sharded_stage, "model.0.weight: ranks [2] hold other values than ranks [0] under this name"),
     ],
@@ -213,3 +213,18 @@ def gathers_of_saves(rank: int, world_size: int, path: Path) -> int:
 def test_ranks_that_agree_tell_each_other_nothing_more(tmp_path: Path):
     """They need one small all-reduce. Only ranks that differ exchange data that grows with their number."""
     assert run_ranks(2, gathers_of_saves, tmp_path) == [0, 0]
+
+
+def state_of_one_rank(rank: int, world_size: int, path: Path) -> None:
+    def change(rank, model, optimizer, scheduler):
+        if rank == 1:
+            del optimizer.state[model[0].weight]
+
+    lacks = r"optimizer\.state\.0\.weight\.exp_avg: .*; some ranks lack theirs"
+    with pytest.raises(CheckpointError, match=lacks) as error:
+        CheckpointManager(path).save(1, with_own(change, rank), blocking=True)
+    assert type(error.value) is CheckpointError  # nothing is damaged
+
+
+def test_state_that_one_rank_lacks(tmp_path: Path):
+    run_ranks(2, state_of_one_rank, tmp_path)

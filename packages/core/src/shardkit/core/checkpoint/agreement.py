@@ -205,7 +205,11 @@ def digest_of(found: Fingerprints) -> int:
     return _number(repr(list(found.items())).encode())
 
 
-def check_same(everyone: Sequence[Fingerprints], remedy: str | None = None) -> None:
+_NAMES_DIFFER = "; give modules that differ from rank to rank names that differ, or put them into per_rank="
+_SAME_STATE = "; make it equal on all ranks, keep state of a shard as a DTensor, or put what differs into per_rank="
+
+
+def check_same(everyone: Sequence[Fingerprints], remedy: str = _NAMES_DIFFER) -> None:
     """Raises CheckpointError if two ranks hold different values of one parameter, or different parameters by one name.
     `everyone` has the fingerprints of each rank, by rank.
     """
@@ -218,26 +222,17 @@ def check_same(everyone: Sequence[Fingerprints], remedy: str | None = None) -> N
     for path, by_look in looks.items():
         if len(by_look) > 1:
             told = ", ".join(f"ranks {_listed(ranks)} {look}" for look, ranks in by_look.items())
-            what = "state" if path[0] == OPTIMIZER else "parameters"
-            raise CheckpointError(
-                f"{name_of(path)}: ranks hold different {what} under this name: {told}{remedy or _remedy(path)}"
-            )
+            what = _SAME_STATE if path[0] in (OPTIMIZER, SCHEDULER) else remedy
+            raise CheckpointError(f"{name_of(path)}: ranks hold different values under this name: {told}{what}")
     for box, by_number in numbers.items():
         if len(by_number) > 1:
             first, *others = by_number.values()
+            what = _SAME_STATE if box.path[0] in (OPTIMIZER, SCHEDULER) else remedy
             odd = sorted(rank for ranks in others for rank in ranks)
             raise CheckpointError(
                 f"{name_of(box.path)}: ranks {_listed(odd)} hold other values than ranks {_listed(first)} under this "
-                f"name, and only those of rank {first[0]} would be kept{remedy or _remedy(box.path)}"
+                f"name, and only those of rank {first[0]} would be kept{what}"
             )
-
-
-def _remedy(path: LeafPath) -> str:
-    if path[0] == OPTIMIZER:
-        return "; make it equal on all ranks, or keep state that belongs to a shard as a DTensor like its parameter"
-    if path[0] == SCHEDULER:
-        return "; step it alike on all ranks, or put it into per_rank="
-    return "; give modules that differ from rank to rank names that differ, or put them into per_rank="
 
 
 def _listed(ranks: Sequence[int]) -> str:

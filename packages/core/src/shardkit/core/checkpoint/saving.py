@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from shardkit.core.checkpoint.directory import CheckpointDirectory, OtherRuns, writing_in
-from shardkit.core.checkpoint.errors import CheckpointError, damage_of
+from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError, damage_of
 from shardkit.core.checkpoint.index import (
     BLOCK_BYTES,
     DTYPES,
@@ -288,16 +288,20 @@ def build_index(header: Header, layouts: Sequence[tuple[int, Layout]], parts: Se
             objects[name_of(path)] = ObjectEntry(path, files[rank], offset, length)
         empties.update(dict.fromkeys(part.empties))
         order.update(dict.fromkeys(part.order))
-    return Index(
-        {name_of(path): TensorEntry(path, *looks[path], tuple(found)) for path, found in chunks.items()},
-        objects,
-        {name: File(name, part.nbytes, part.blocks) for name, part in zip(files, parts, strict=True) if part.nbytes},
-        tuple(empties),
-        header.step,
-        header.world_size,
-        header.info,
-        tuple(order),
-    )
+    data = {name: File(name, part.nbytes, part.blocks) for name, part in zip(files, parts, strict=True) if part.nbytes}
+    try:
+        return Index(
+            {name_of(path): TensorEntry(path, *looks[path], tuple(found)) for path, found in chunks.items()},
+            objects,
+            data,
+            tuple(empties),
+            header.step,
+            header.world_size,
+            header.info,
+            tuple(order),
+        )
+    except DamagedCheckpointError as error:
+        raise CheckpointError(f"{error}; some ranks lack theirs: give every rank this state, or none") from None
 
 
 def write_index(directory: Path, index: Index, *, sealed: bool = True) -> None:
