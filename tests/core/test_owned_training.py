@@ -13,8 +13,9 @@ from torch.distributed.tensor import DTensor
 
 from shardkit.core import Blocks, CPUOffloadPolicy, Owned, clip_grad_norm_, fully_shard
 from shardkit.core.checkpoint import CheckpointManager, TrainingState
+from tests.core.placed_training import check, optimizer_for, step
 from tests.core.test_placements_together import Net
-from tests.core.test_whole_state import build, check, optimizer_for, sharded, step
+from tests.core.test_whole_state import build, sharded
 from tests.support import rank_mesh, run_ranks
 
 

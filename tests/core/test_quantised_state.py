@@ -15,15 +15,15 @@ from torch.distributed.tensor import DTensor
 
 from shardkit.core import fully_shard, placements_for
 from shardkit.core.checkpoint import CheckpointManager, TrainingState
-from shardkit.core.parameters.region import region_of
-from shardkit.core.torch_compat import like_dtensor, local_of
+from shardkit.core.torch_compat import local_of
+from tests.core.placed_training import class_of, optimizer_for, step
 from tests.support import rank_mesh, run_ranks
 
 KINDS = {
-    "torchao 8": ("torchao.optim", "AdamW8bit"),
-    "torchao 4": ("torchao.optim", "AdamW4bit"),
-    "torchao fp8": ("torchao.optim", "AdamWFp8"),
-    "bitsandbytes 8": ("bitsandbytes.optim", "AdamW8bit"),
+    "torchao 8": "torchao.optim.AdamW8bit",
+    "torchao 4": "torchao.optim.AdamW4bit",
+    "torchao fp8": "torchao.optim.AdamWFp8",
+    "bitsandbytes 8": "bitsandbytes.optim.AdamW8bit",
 }
 WORLD_SIZES = [1, 2, 3, 4]
 
@@ -44,29 +44,17 @@ class Net(nn.Module):
 
 def build(world_size: int, kind: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     warnings.simplefilter("ignore")
-    module, name = KINDS[kind]
-    optimizer_class = getattr(pytest.importorskip(module), name)
     torch.manual_seed(seed)
     model: nn.Module = Net()
     if world_size:
-        choose = placements_for(model, optimizer_class)
+        choose = placements_for(model, class_of(KINDS[kind]))
         fully_shard(model, mesh=rank_mesh((world_size,)), shard_placement_fn=choose)
-    return model, optimizer_class(model.parameters(), lr=0.01)
+    return model, optimizer_for(KINDS[kind], model.parameters())
 
 
 def steps(model: nn.Module, optimizer: torch.optim.Optimizer, numbers: Iterable[int]) -> None:
-    """Steps with gradients that depend on nothing but the number of the step."""
-    for step in numbers:
-        generator = torch.Generator().manual_seed(step)
-        for parameter in model.parameters():
-            gradient = torch.randn(parameter.shape, generator=generator) * (1 + step)
-            if isinstance(parameter, DTensor):
-                mine = region_of("a gradient", parameter).take(gradient).reshape(local_of(parameter).shape)
-                parameter.grad = like_dtensor(mine.clone(), parameter)
-            else:
-                parameter.grad = gradient
-        with torch.compiler.set_stance("force_eager"):
-            optimizer.step()
+    for number in numbers:
+        step(model, optimizer, number, scale=1 + number)
         optimizer.zero_grad()
 
 

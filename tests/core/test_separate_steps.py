@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from shardkit.core import Owned, plan_owners
+from tests.core.placed_training import Layers, backward_alike, matrices, shard_layers
 from tests.core.separate_optimizers import DATA, joins, name_of, quiet, steps_alone, tried
-from tests.core.test_whole_steps import build, gradients_for, matrices, shard
 from tests.support import run_ranks
 
 KNOWN: dict[str, Any] = json.loads(DATA.read_text())
@@ -94,7 +94,7 @@ class Own(torch.optim.SGD):
 
 
 def _refuses(rank: int, world_size: int) -> None:
-    model = shard(build(), world_size, lambda p: Owned(rank=0))
+    model = shard_layers(world_size, lambda p: Owned(rank=0))
     model(torch.ones(2, 12)).sum().backward()
     before = [p.full_tensor() for p in model.parameters()]
     for kind in (Own, torch.optim.LBFGS):
@@ -118,7 +118,7 @@ def test_an_unknown_class_is_refused_before_it_steps() -> None:
 
 
 def _alone(rank: int, world_size: int) -> None:
-    model = shard(build(), world_size, plan_owners(build()))
+    model = shard_layers(world_size, plan_owners(Layers()))
     torch.optim.LBFGS(matrices(model)).step(lambda: model(torch.ones(2, 12)).sum())
 
 
@@ -136,8 +136,7 @@ def _outcome(rank: int, world_size: int, make: Make) -> str:
 
     random: it draws numbers, so that other seeds give one process other weights, too.
     """
-    reference, again, model = build(), build(), build()
-    model = shard(model, world_size, plan_owners(model))
+    reference, again, model = Layers(), Layers(), shard_layers(world_size, plan_owners(Layers()))
     try:
         theirs = make(matrices(reference))
     except Exception as error:  # noqa: BLE001
@@ -145,7 +144,7 @@ def _outcome(rank: int, world_size: int, make: Make) -> str:
     ours, seeded = make(matrices(model)), make(matrices(again))
     for step in range(STEPS):
         model.zero_grad()
-        gradients_for(model, reference, rank, step)
+        backward_alike(model, reference, rank, step)
         for one, whole in zip(matrices(again), matrices(reference), strict=True):
             one.grad = whole.grad.clone()
         failed = _failure(theirs, step)

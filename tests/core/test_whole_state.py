@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 
 from shardkit.core import Blocks, Owned, fully_shard, optimizer_step_on_shards
 from shardkit.core.checkpoint import CheckpointManager, TrainingState
-from shardkit.core.parameters.region import region_of
-from shardkit.core.torch_compat import like_dtensor, local_of
+from shardkit.core.torch_compat import local_of
+from tests.core.placed_training import check, optimizer_for, part, step
 from tests.support import rank_mesh, run_ranks
 
 PLACES: dict[str, Placement] = {
@@ -31,11 +31,6 @@ def build() -> nn.Module:
     return nn.Sequential(*(nn.Linear(a, b, bias=False) for a, b in ((64, 192), (192, 64), (64, 64))))
 
 
-def optimizer_for(kind: str, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    package, name = kind.rsplit(".", 1)
-    return getattr(pytest.importorskip(package), name)(parameters, lr=0.01)
-
-
 # With the placements that each can step on.
 KINDS = {
     "torch.optim.AdamW": ["owned", "rows", "elements", "shard"],
@@ -46,20 +41,6 @@ KINDS = {
     "torchao.optim.AdamW4bit": ["owned", "rows", "elements"],
     "bitsandbytes.optim.AdamW8bit": ["owned", "rows", "elements"],
 }
-
-
-def part(parameter: DTensor, whole: torch.Tensor) -> torch.Tensor:
-    return region_of("part", parameter).take(whole).reshape(local_of(parameter).shape).clone()
-
-
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
-    generator = torch.Generator().manual_seed(number)
-    for parameter in model.parameters():
-        gradient = torch.randn(parameter.shape, generator=generator)
-        sharded = isinstance(parameter, DTensor)
-        parameter.grad = like_dtensor(part(parameter, gradient), parameter) if sharded else gradient
-    with torch.compiler.set_stance("force_eager"):
-        optimizer.step()
 
 
 def alone(kind: str) -> tuple[nn.Module, dict[str, Any], dict[str, Any], list[torch.Tensor]]:
@@ -84,11 +65,6 @@ def sharded(before: nn.Module, world_size: int, place: str) -> nn.Module:
     model = build()
     model.load_state_dict(before.state_dict())
     return fully_shard(model, mesh=rank_mesh((world_size,)), shard_placement_fn=lambda p: PLACES[place])
-
-
-def check(model: nn.Module, expected: list[torch.Tensor], where: object) -> None:
-    for parameter, value in zip(model.parameters(), expected, strict=True):
-        assert torch.equal(parameter.full_tensor(), value), where
 
 
 def _loaded(rank: int, world_size: int, kind: str) -> None:

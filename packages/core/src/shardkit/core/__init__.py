@@ -13,7 +13,7 @@ from shardkit.core.module import (
     register_fsdp_forward_method,
     share_comm_ctx,
 )
-from shardkit.core.optimizer_steps.shard_steps import optimizer_step_on_shards
+from shardkit.core.optimizers import optimizer_step_on_shards
 from shardkit.core.parameters.ownership import newton_schulz_flops, placements_for, plan_owners
 from shardkit.core.parameters.placements import Blocks, Owned
 from shardkit.core.policies import (

@@ -1,4 +1,4 @@
-"""Optimizers and groups: refuses optimizers that were built too early, and marks groups stale after a step."""
+"""Steps of optimizers: what is refused, what sees plain tensors, and which groups are out of date afterwards."""
 
 from __future__ import annotations
 
@@ -13,14 +13,18 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from shardkit.core.engine.lazy_init import live_roots
 from shardkit.core.engine.param_group import FSDPParamGroup
+from shardkit.core.optimizer_steps.block_steps import steps_by_block
+from shardkit.core.optimizer_steps.plain_steps import PlainSteps, plain_steps_of
+from shardkit.core.optimizer_steps.supported import ELEMENTWISE, plain_parameters, steps_by_element
 from shardkit.core.optimizer_steps.whole_state import cut_whole_state
-from shardkit.core.optimizer_steps.whole_steps import after_step, before_step
 from shardkit.core.parameters.gradient_hooks import check_gradient
 from shardkit.core.parameters.managed import added_parameters
 from shardkit.core.parameters.param import sharded_counterpart
-from shardkit.core.torch_compat import no_dynamo
+from shardkit.core.torch_compat import is_within_step, no_dynamo
 
-__all__ = ["watch_optimizers"]
+__all__ = ["optimizer_step_on_shards", "watch_optimizers"]
+
+_on_shards: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
@@ -31,33 +35,80 @@ class _Held:
     keep it alive. `id()`s are reused, so everything is looked up again after `fully_shard` was called.
     """
 
-    identities: list[int]
+    identities: list[Any]  # of parameters; and whether they step in lists
     groups: list[weakref.ReferenceType[FSDPParamGroup]]
 
 
 _held_by: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Held] = weakref.WeakKeyDictionary()
 
 
-@no_dynamo
-def refuse_stale_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Optimizer step pre-hook: finds an optimizer that was built before sharding, whenever its parameters change.
+def optimizer_step_on_shards(optimizer: torch.optim.Optimizer) -> None:
+    """Makes `optimizer.step()` update the plain shards of its DTensor parameters, at the cost of plain tensors.
 
-    Such an optimizer holds the original parameters, which never get gradients: training would silently do nothing. The
-    same holds for gradients that no backward has reduced, or whose user's writes were lost.
+    The results are the same to the last bit, and state dicts do not change. It supports torch's element-wise
+    optimizers, and those of bitsandbytes and torchao with 8-bit or 4-bit state; bitsandbytes' require it. Others
+    (Adafactor, Muon, LBFGS) read whole parameters. A closure sees DTensors. A second call changes nothing. Not
+    collective.
+
+    Raises:
+        TypeError: for any other optimizer, including subclasses, which may do anything.
+        RuntimeError: at a step, if a gradient has other placements than its parameter; of bitsandbytes' 8-bit
+            optimizers, if a parameter's shards are not whole blocks of 256 elements; the message has its FQN.
+    """
+    if not steps_by_element(optimizer) and not steps_by_block(optimizer):
+        names = ", ".join(sorted(kind.__name__ for kind in ELEMENTWISE))
+        raise TypeError(
+            f"{type(optimizer).__name__} is not known to update each element by itself; optimizer_step_on_shards takes "
+            f"{names} of torch.optim, and of bitsandbytes and torchao those that step block by block. Call step() "
+            "without it: DTensor operators are right for every optimizer"
+        )
+    _on_shards.add(optimizer)
+    _held_by.pop(optimizer, None)
+    _register()
+
+
+@no_dynamo
+def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Step pre-hook of every optimizer: finds what would train wrongly, and makes it see plain tensors where it must.
+
+    An optimizer that was built before sharding holds the original parameters, which never get gradients: training would
+    silently do nothing. The same holds for gradients that no backward has reduced, or whose user's writes were lost.
 
     Raises:
         RuntimeError: with the FQN of the first such parameter.
     """
+    steps = plain_steps_of(optimizer)
+    if steps is not None and steps.is_lent:
+        if is_within_step(optimizer):  # torch calls hooks for the step of a base class, too
+            return
+        steps.give_back(optimizer)
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    identities = [*map(id, held)]
+    lists = [(group.get("foreach"), group.get("fused")) for group in optimizer.param_groups]
+    identities = [*lists, *map(id, held)]
     known = _held_by.get(optimizer)
     if known is None or known.identities != identities:
         cut_whole_state(optimizer)
-        known = _held_by[optimizer] = _find_groups(optimizer, held)
+        known = _find_groups(optimizer, held, identities)
+        steps = _choose_plain(optimizer)
+        _held_by[optimizer] = known
+    _check_gradients(optimizer, known)
+    if steps is not None and steps.chosen:
+        steps.hook_innermost(optimizer)
+
+
+def _choose_plain(optimizer: torch.optim.Optimizer) -> PlainSteps | None:
+    plain = plain_parameters(optimizer, all_shards=optimizer in _on_shards)
+    steps = plain_steps_of(optimizer, make=bool(plain))
+    if steps is not None:
+        steps.chosen = frozenset(map(id, plain))
+    return steps
+
+
+def _check_gradients(optimizer: torch.optim.Optimizer, known: _Held) -> None:
     for reference in known.groups:
         if (group := reference()) is not None:
             group.check_reduced()
-            pending = [param for param in group.pending if id(param.sharded_param) in identities]
+            pending = [param for param in group.pending if id(param.sharded_param) in known.identities]
             if pending and not _makes_states(optimizer):
                 pending[0].refuse_pending("an optimizer steps")
             for param in group.params:
@@ -69,7 +120,7 @@ def _makes_states(optimizer: torch.optim.Optimizer) -> bool:
     return all(group.get("lr") == 0 for group in optimizer.param_groups)
 
 
-def _find_groups(optimizer: torch.optim.Optimizer, held: list[torch.Tensor]) -> _Held:
+def _find_groups(optimizer: torch.optim.Optimizer, held: list[torch.Tensor], identities: list[Any]) -> _Held:
     groups: dict[FSDPParamGroup, None] = {}
     for parameter in held:
         param = sharded_counterpart(parameter)
@@ -84,7 +135,7 @@ def _find_groups(optimizer: torch.optim.Optimizer, held: list[torch.Tensor]) -> 
         groups[FSDPParamGroup.of(param)] = None
     _refuse_local_numbers(optimizer, groups)
     _refuse_added(optimizer, {id(parameter) for parameter in held if sharded_counterpart(parameter) is None})
-    return _Held([*map(id, held)], [weakref.ref(group) for group in groups])
+    return _Held(identities, [weakref.ref(group) for group in groups])
 
 
 def _refuse_local_numbers(optimizer: torch.optim.Optimizer, groups: Iterable[FSDPParamGroup]) -> None:
@@ -117,16 +168,18 @@ def _refuse_added(optimizer: torch.optim.Optimizer, held: set[int]) -> None:
 
 
 @no_dynamo
-def _note_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Tells groups of a step, because fused and foreach kernels bump no version counter of a DTensor.
+def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Step post-hook of every optimizer: tells the groups, because some kernels bump no version counter of a DTensor.
 
     Raises:
         RuntimeError: if the closure of the step left gradients that wait: the step has missed them.
     """
-    held = _held_by.get(optimizer)
+    steps, known = plain_steps_of(optimizer), _held_by.get(optimizer)
+    if known is None or (steps is not None and steps.is_lent):  # the step around this one goes on
+        return
     if len(args) > 1 or kwargs.get("closure") is not None:
-        refuse_stale_optimizer(optimizer, args, kwargs)
-    for reference in held.groups if held is not None else ():
+        _check_gradients(optimizer, known)
+    for reference in known.groups:
         if (group := reference()) is not None:
             group.note_step()
 
@@ -139,7 +192,5 @@ def watch_optimizers() -> None:
 
 @functools.cache
 def _register() -> None:
-    register_optimizer_step_pre_hook(refuse_stale_optimizer)
     register_optimizer_step_pre_hook(before_step)
     register_optimizer_step_post_hook(after_step)
-    register_optimizer_step_post_hook(_note_step)

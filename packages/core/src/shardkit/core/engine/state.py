@@ -30,7 +30,7 @@ from shardkit.core.engine.order import Pass
 from shardkit.core.engine.param_group import FSDPParamGroup, Phase
 from shardkit.core.engine.schedule import Schedule
 from shardkit.core.engine.transforms import watch_each, watch_together
-from shardkit.core.optimizer_steps.whole_steps import restore_interrupted_steps
+from shardkit.core.optimizer_steps.plain_steps import restore_interrupted_steps
 from shardkit.core.parameters.managed import STATE
 from shardkit.core.parameters.param import param_over
 from shardkit.core.policies import MixedPrecisionPolicy

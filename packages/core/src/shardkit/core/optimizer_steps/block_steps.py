@@ -10,13 +10,14 @@ any number of ranks. Otherwise a checkpoint would silently mix them up, so those
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from shardkit.core.parameters.param import fqn_of
 from shardkit.core.parameters.placements import Blocks, Owned, is_ours
 from shardkit.core.parameters.region import region_at
 from shardkit.core.torch_compat import like_dtensor, local_of, new_dtensor
@@ -100,14 +101,30 @@ def parts_of(key: str, value: Any, parameter: DTensor) -> dict[str, Any] | None:
     return parts
 
 
-def join_parts(optimizer: Any, state: dict[str, Any], plain: torch.Tensor) -> list[str]:
-    """Replaces the entries of `parts_of` in plain state by torchao's tensors; returns their keys.
+def join_parts(
+    optimizer: Any, state: dict[str, Any], plain: torch.Tensor, joined: Mapping[str, torch.Tensor]
+) -> list[str]:
+    """Replaces the entries of `parts_of` in plain state by torchao's tensors; returns the keys of those made anew.
+
+    Args:
+        optimizer: any optimizer.
+        state: plain state of one parameter.
+        plain: its plain tensor.
+        joined: tensors from earlier steps, by the same keys; those that still have these parts are taken again.
 
     Raises:
         RuntimeError: if `load_state_dict` has cast scales to the dtype of the parameter.
     """
-    keys = [key.removesuffix(".codes") for key in state if key.endswith(".codes") and hasattr(optimizer, "_new_buffer")]
-    for key in keys:
+    fresh: list[str] = []
+    if not hasattr(optimizer, "_new_buffer"):
+        return fresh
+    for key in [key.removesuffix(".codes") for key in state if key.endswith(".codes")]:
+        known = inner_tensors(joined.get(key)) or {}
+        if known and all(state.get(f"{key}.{name}") is part for name, part in known.items()):
+            for name in known:
+                del state[f"{key}.{name}"]
+            state[key] = joined[key]
+            continue
         made = optimizer._new_buffer(plain, key == "exp_avg")
         names, rest = made.__tensor_flatten__()
         parts = {name: state.pop(f"{key}.{name}") for name in names}
@@ -118,7 +135,8 @@ def join_parts(optimizer: Any, state: dict[str, Any], plain: torch.Tensor) -> li
             )
         whole = {name: part.to(getattr(made, name)).view_as(getattr(made, name)) for name, part in parts.items()}
         state[key] = type(made).__tensor_unflatten__({**whole, "qmap": made.qmap} if "qmap" in whole else whole, rest)
-    return keys
+        fresh.append(key)
+    return fresh
 
 
 def target_by_block(
@@ -141,7 +159,7 @@ def target_by_block(
     return new_dtensor(local, mesh, placements, torch.Size(shape), kind=type(parameter))
 
 
-def check_blocks(optimizer: torch.optim.Optimizer, parameter: DTensor, fqn: str) -> None:
+def check_blocks(optimizer: torch.optim.Optimizer, parameter: DTensor) -> None:
     """Refuses a parameter whose bitsandbytes blocks would cross from one rank's shard to the next.
 
     All ranks come to the same answer, without communication.
@@ -157,9 +175,10 @@ def check_blocks(optimizer: torch.optim.Optimizer, parameter: DTensor, fqn: str)
     if _placements_of_scales(parameter, _BLOCK) is not None or _largest_shard(parameter) < smallest:
         return
     raise RuntimeError(
-        f"parameter '{fqn}' of shape {tuple(parameter.shape)} with placements {tuple(parameter.placements)} is cut "
-        f"into shards that are not whole blocks of {_BLOCK} elements, which {type(optimizer).__name__} quantises "
-        "together. Shard it with Blocks(elements=4096) or Owned() (docs/how-to/placements.md), or raise min_8bit_size "
+        f"parameter '{fqn_of(parameter)}' of shape {tuple(parameter.shape)} with placements "
+        f"{tuple(parameter.placements)} is cut into shards that are not whole blocks of {_BLOCK} elements, which "
+        f"{type(optimizer).__name__} quantises together. Shard it with Blocks(elements=4096) "
+        "or Owned() (docs/how-to/placements.md), or raise min_8bit_size "
         f"above {_largest_shard(parameter)}"
     )
 

@@ -13,7 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardkit.core.optimizer_steps.block_steps import inner_tensors, target_by_block
-from shardkit.core.parameters.param import sharded_counterpart
+from shardkit.core.parameters.param import fqn_of, sharded_counterpart
 from shardkit.core.parameters.placements import is_ours
 from shardkit.core.parameters.region import region_of
 from shardkit.core.torch_compat import like_dtensor, local_of
@@ -77,9 +77,8 @@ def part_of_state(state: dict[str, Any], parameter: DTensor) -> dict[str, Any]:
             found[key] = _part(key, value, parameter)
             continue
         if not any(is_ours(one) for one in parameter.placements):
-            param = sharded_counterpart(parameter)
             raise RuntimeError(
-                f"state '{key}' of parameter '{'?' if param is None else param.fqn}' is a {type(value).__name__} of "
+                f"state '{key}' of parameter '{fqn_of(parameter)}' is a {type(value).__name__} of "
                 f"the whole, and cannot be cut for placements {tuple(parameter.placements)}, because values and "
                 "scales belong together. Shard with placements_for(model, ...), or load a checkpoint with "
                 "CheckpointManager"

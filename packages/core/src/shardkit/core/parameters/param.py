@@ -72,7 +72,7 @@ from shardkit.core.torch_compat import (
     take_meaning,
 )
 
-__all__ = ["FSDPParam", "param_over", "sharded_counterpart"]
+__all__ = ["FSDPParam", "fqn_of", "param_over", "sharded_counterpart"]
 
 # The parameter that an original or unsharded parameter belongs to. An attribute would be pickled and copied.
 _became: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -95,6 +95,12 @@ def sharded_counterpart(parameter: torch.Tensor) -> FSDPParam | None:
         return param
     reference: Callable[[], FSDPParam | None] | None = _became.get(parameter)
     return None if reference is None else reference()
+
+
+def fqn_of(parameter: torch.Tensor) -> str:
+    """The FQN of a parameter of ours, for messages; '?' for any other tensor."""
+    param = sharded_counterpart(parameter)
+    return "?" if param is None else param.fqn
 
 
 @answers_stock_names("param")

@@ -1,0 +1,118 @@
+"""Models, gradients and optimizers for the tests of steps on plain tensors, on `Owned` and on `Blocks`."""
+
+import contextlib
+import io
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardkit.core import fully_shard
+from shardkit.core.parameters.region import region_of
+from shardkit.core.torch_compat import like_dtensor, local_of
+from tests.support import rank_mesh
+
+
+class Layers(nn.Module):
+    """Four linear layers, each a group of its own when it is sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in ((12, 20), (20, 20), (20, 8), (8, 12)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def shard_layers(world_size: int, choose: Callable[[nn.Parameter], object] | None) -> Layers:
+    model, mesh = Layers(), rank_mesh((world_size,))
+    for module in (*model.layers, model):
+        fully_shard(module, mesh=mesh, shard_placement_fn=choose)
+    return model
+
+
+def matrices(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.ndim == 2]
+
+
+def loss_of(model: nn.Module, rank: int, number: int) -> torch.Tensor:
+    return model(torch.randn(6, 12, generator=torch.Generator().manual_seed(10 * number + rank))).square().mean()
+
+
+def backward_alike(model: nn.Module, reference: nn.Module, rank: int, number: int) -> None:
+    """A backward of the sharded model; the reference gets the same reduced gradients."""
+    loss_of(model, rank, number).backward()
+    for sharded, whole in zip(model.parameters(), reference.parameters(), strict=True):
+        whole.grad = sharded.grad.full_tensor()
+
+
+def part(parameter: DTensor, whole: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor that lies like the parameter."""
+    return region_of("a part", parameter).take(whole).reshape(local_of(parameter).shape).clone()
+
+
+def give_gradients(model: nn.Module, number: int, scale: float = 1.0) -> None:
+    """Gradients that depend on the number alone, the same for a sharded and a whole model."""
+    generator = torch.Generator().manual_seed(number)
+    for parameter in model.parameters():
+        gradient = scale * torch.randn(parameter.shape, generator=generator)
+        sharded = isinstance(parameter, DTensor)
+        parameter.grad = like_dtensor(part(parameter, gradient), parameter) if sharded else gradient
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int, scale: float = 1.0) -> None:
+    """A step with given gradients. The same numbers are drawn at each step of the same number."""
+    give_gradients(model, number, scale)
+    torch.manual_seed(number)
+    with torch.compiler.set_stance("force_eager"), contextlib.redirect_stdout(io.StringIO()):
+        optimizer.step()
+
+
+def class_of(kind: str) -> Any:
+    """The class of an optimizer, such as `torch.optim.AdamW`; skips the test if its package is not installed."""
+    package, name = kind.rsplit(".", 1)
+    module = pytest.importorskip(package)
+    if package == "heavyball":
+        module.utils.compile_mode = None
+        module.SOAP.steps_each_parameter_alone = True
+    return getattr(module, name)
+
+
+def optimizer_for(kind: str, parameters: Iterable[nn.Parameter], **options: Any) -> torch.optim.Optimizer:
+    with contextlib.redirect_stdout(io.StringIO()):
+        made: torch.optim.Optimizer = class_of(kind)(parameters, **({"lr": 0.01} | options))
+    return made
+
+
+def check(model: nn.Module, expected: Iterable[torch.Tensor], where: object) -> None:
+    """Whether the parameters are exactly those of one process."""
+    for parameter, value in zip(model.parameters(), expected, strict=True):
+        full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        assert torch.equal(full, value), where
+
+
+def assert_same(seen: Any, expected: Any, where: str) -> None:
+    """Whether two nested states are the same to the last bit, with the same placements."""
+    assert type(seen) is type(expected), where
+    if isinstance(expected, DTensor):
+        assert seen.placements == expected.placements, where
+        assert seen.shape == expected.shape, where
+        assert torch.equal(seen.to_local(), expected.to_local()), where
+    elif isinstance(expected, torch.Tensor):
+        assert torch.equal(seen, expected), where
+    elif isinstance(expected, dict):
+        assert seen.keys() == expected.keys(), where
+        for key, value in expected.items():
+            assert_same(seen[key], value, f"{where}.{key}")
+    elif isinstance(expected, list | tuple):
+        assert len(seen) == len(expected), where
+        for index, value in enumerate(expected):
+            assert_same(seen[index], value, f"{where}.{index}")
+    else:
+        assert seen == expected, where
