@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from shardkit.core import Blocks, Owned, fully_shard, optimizer_step_on_shards
 from shardkit.core.checkpoint import CheckpointManager, TrainingState
+from tests.core.placed_training import assert_same, optimizer_for
 from tests.support import rank_mesh, run_ranks
 
 NAMES = ["AdamW8bit", "Lion8bit", "Adam", "SGD8bit"]
@@ -48,7 +49,7 @@ def in_blocks(parameter: nn.Parameter) -> object:
 
 def bitsandbytes(name: str, parameters: Any) -> torch.optim.Optimizer:
     options = {"momentum": 0.9} if name.startswith("SGD") else {}
-    return getattr(pytest.importorskip("bitsandbytes").optim, name)(parameters, lr=0.01, **options)
+    return optimizer_for(f"bitsandbytes.optim.{name}", parameters, **options)
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
@@ -62,18 +63,6 @@ def local(values: Any) -> Any:
     if isinstance(values, dict):
         return {key: local(value) for key, value in values.items()}
     return values.to_local().clone() if isinstance(values, DTensor) else copy.deepcopy(values)
-
-
-def assert_same(seen: Any, expected: Any, where: str) -> None:
-    assert type(seen) is type(expected), where
-    if isinstance(expected, dict):
-        assert seen.keys() == expected.keys(), where
-        for key, value in expected.items():
-            assert_same(seen[key], value, f"{where}.{key}")
-    elif isinstance(expected, torch.Tensor):
-        assert torch.equal(seen, expected), where
-    else:
-        assert seen == expected, where
 
 
 def _alike(rank: int, world_size: int, name: str) -> None:

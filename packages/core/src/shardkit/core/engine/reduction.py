@@ -83,7 +83,7 @@ class GradientReduction:
     @property
     def has_partial(self) -> bool:
         """HSDP: whether a sum over the shard group waits for its all-reduce."""
-        return bool(self.mesh.replicate_groups) and any(param.partial is not None for param in self._params)
+        return bool(self.mesh.replicate_axes) and any(param.partial is not None for param in self._params)
 
     def take_gradients(self, settings: GroupSettings, *, alike: bool) -> tuple[list[FSDPParam], list[torch.Tensor]]:
         """Takes the unsharded gradients from their parameters, and returns both.
