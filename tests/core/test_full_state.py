@@ -487,7 +487,7 @@ def check_group(rank, world_size):
     state = full_state_dict(model, group=mesh.get_group())
     assert torch.equal(state["weight"], full) if rank % 2 == 0 else state == {}
     outer = rank_mesh((2, 2), ("outer", "inner")).get_group("outer")
-    with pytest.raises(RuntimeError, match=r"over ranks \[0, 1\], rank 1 .* over ranks \[2, 3\](.|\n)*pass group="):
+    with pytest.raises(RuntimeError, match=r"shared by ranks \[0, 1\] and \[2, 3\].*pass group="):
         full_state_dict(model, group=outer)
     both = rank_mesh((4,), ("shard",))
     model.weight = nn.Parameter(distribute_tensor(torch.zeros(5), both, [Shard(0)], src_data_rank=None))
@@ -508,12 +508,16 @@ def check_disjoint_meshes(rank, world_size):
         nn.init.constant_(model.weight, stage)
         nn.init.constant_(model.bias, stage)
     fully_shard(sharded, mesh=mesh)
-    over = r"weight: rank 0 has \(3, 3\) torch.float32 over ranks \[0, 1\], rank 2 .* over ranks \[2, 3\](.|\n)*group="
+    over = r"no parameter is shared by ranks \[0, 1\] and \[2, 3\], .*; pass group="
     for function in (lambda: load_full_state_dict(sharded, {}), lambda: full_state_dict(sharded)):
         with pytest.raises(RuntimeError, match=over):
             function()
     with pytest.raises(RuntimeError, match=r"weight: ranks \[2, 3\] hold other values than ranks \[0, 1\].*group="):
         full_state_dict(plain)
+    across = rank_mesh((2, 2), ("pp", "dp"))["pp"]
+    joined = nn.ModuleDict({"shared": fully_shard(nn.Linear(2, 2), mesh=across), "stage": sharded})
+    with pytest.raises(RuntimeError, match=r"stage.weight: ranks \[2\] hold other values.*group="):
+        full_state_dict(joined)
     for model in (sharded, plain):
         state = full_state_dict(model, group=mesh.get_group())
         assert state == {} if rank % 2 else torch.equal(state["weight"], torch.full((3, 3), float(stage)))

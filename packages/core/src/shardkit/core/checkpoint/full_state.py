@@ -109,17 +109,28 @@ def _check_agreement(reports: list[Report]) -> None:
         ]
         if lines:
             raise RuntimeError(
-                "the module differs between ranks, expected equal names, full shapes, dtypes and meshes everywhere:\n"
+                "the module differs between ranks, expected the same names, full shapes and dtypes everywhere:\n"
                 + "\n".join(lines)
                 + "\nbuild it the same way on all ranks, or pass group= with the ranks that share this module"
             )
+    _check_meshes(reports)
 
 
 def _described(report: Report) -> dict[str, str]:
-    return {
-        name: f"{slot.shape} {slot.dtype}" + (f" over ranks {list(slot.mesh)}" if slot.mesh else "")
-        for name, slot in report.slots.items()
-    }
+    return {name: f"{slot.shape} {slot.dtype}" for name, slot in report.slots.items()}
+
+
+def _check_meshes(reports: list[Report]) -> None:
+    """Raises RuntimeError if no tensor's mesh connects some ranks with others: they may be stages of a pipeline."""
+    joined: list[set[int]] = []
+    for ranks in {slot.mesh for report in reports for slot in report.slots.values() if slot.mesh}:
+        touching = [one for one in joined if not one.isdisjoint(ranks)]
+        joined = [one for one in joined if one.isdisjoint(ranks)] + [set(ranks).union(*touching)]
+    if len(joined) > 1:
+        raise RuntimeError(
+            f"no parameter is shared by ranks {' and '.join(map(str, map(sorted, joined)))}, whose modules have the "
+            "same names, as stages of a pipeline may have; pass group= with the ranks that share this module"
+        )
 
 
 def _slot_of(name: str, tensor: torch.Tensor) -> Slot:
@@ -163,14 +174,14 @@ def full_state_dict(
 
     Raises:
         RuntimeError: on all ranks, if tensors are on the meta device, if modules differ between ranks, also in the
-            ranks of a mesh or the values of a plain parameter, or if the ranks of `group` together do not hold a whole
-            tensor.
+            values of a parameter that several hold, if no mesh connects the ranks, or if the ranks of `group` together
+            do not hold a whole tensor.
         ValueError: for a placement that is neither Replicate nor sharding.
     """
     peers = Peers.of(group)
     state, report = _survey(module)
     if state is not None:
-        report = replace(report, values=_values(state))
+        report = replace(report, values=_values(state, peers.size))
     reports = peers.gather(report)
     owners_of = _agreed(peers, reports, _owners)
     assert state is not None, "a rank that cannot read its module has failed the others too"
@@ -197,10 +208,14 @@ def _survey(module: nn.Module) -> tuple[ModuleState | None, Report]:
         return None, Report(failure=_told(error, f"cannot read the state of {type(module).__name__}"))
 
 
-def _values(state: ModuleState) -> Fingerprints:
-    """Fingerprints of plain parameters, which may belong to stages or experts that are named alike."""
-    plain = {(name,): value for name, value in state.tensors.items() if isinstance(value, nn.Parameter)}
-    return fingerprints(Captured(Leaves(plain), Leaves(), tuple(plain)), alike=True)
+def _values(state: ModuleState, ranks: int) -> Fingerprints:
+    """Fingerprints of parameters that other ranks hold as well: plain, or on a mesh of some ranks only."""
+    held = {
+        (name,): value
+        for name, value in state.tensors.items()
+        if isinstance(value, nn.Parameter) and (not isinstance(value, DTensor) or value.device_mesh.size() < ranks)
+    }
+    return fingerprints(Captured(Leaves(held), Leaves(), tuple(held)), alike=False)
 
 
 def _agreed(peers: Peers, reports: list[Report] | None, decide: Callable[[list[Report]], T]) -> T:
