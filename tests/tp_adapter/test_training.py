@@ -9,7 +9,7 @@ import torch
 import torch.distributed.fsdp as stock
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import shardkit.core as shardkit
+from shardkit.core.torch_compat import GRAD_DTYPE_DECIDES
 from tests.support import rank_mesh, run_ranks
 from tests.support.parity import sum_in_rank_order
 from tests.support.trace import Trace, assert_same
@@ -46,8 +47,10 @@ class Case:
 
     def arguments(self, api: Any) -> dict[str, Any]:
         """The options, with names of policies turned into objects of this API."""
+        # Before torch 2.15 stock sums over tensor parallelism in bf16, whatever reduce_dtype says.
+        sums = torch.float32 if GRAD_DTYPE_DECIDES else None
         policies = {
-            "bf16": api.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+            "bf16": api.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=sums),
             "offload": api.CPUOffloadPolicy(pin_memory=False),
             "last dim": lambda parameter: Shard(parameter.ndim - 1),
         }
@@ -207,3 +210,40 @@ def compare_loss_parallel(rank: int, world_size: int) -> None:
 
 def test_loss_parallel_and_prepared_inputs():
     run_ranks(4, compare_loss_parallel)
+
+
+class Scaled(nn.Module):
+    """A weight that is replicated over tensor parallelism, whose gradient is a pending sum there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.weight).to_local().sum()
+
+
+def sum_over_tensor_parallelism(rank: int, world_size: int, kind: str, micro_batches: int) -> None:
+    options = {
+        "shard": {},
+        "offload": {"offload_policy": shardkit.CPUOffloadPolicy(pin_memory=False)},
+        "owned": {"shard_placement_fn": lambda parameter: shardkit.Owned(1)},
+    }[kind]
+    whole = rank_mesh((2, 2), ("dp", "tp"))
+    model = Scaled()
+    model.weight = nn.Parameter(distribute_tensor(model.weight.data, whole["tp"], [Replicate()]))
+    policy = shardkit.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    shardkit.fully_shard(model, mesh=whole["dp"], mp_policy=policy, **options)
+    terms = torch.tensor([1.0, 2**-10])[whole["tp"].get_local_rank()]
+    for micro in range(micro_batches):
+        model.set_requires_gradient_sync(micro == micro_batches - 1)
+        rows = DTensor.from_local(terms.expand(1, 4).bfloat16(), whole["tp"], [Shard(0)], run_check=False)
+        model(rows).backward()
+    expected = micro_batches * (1 + 2**-10)
+    assert model.weight.grad.full_tensor().tolist() == [expected] * 4  # bf16 would give 1.0
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("kind", ["shard", "offload", "owned"])
+def test_sums_over_tensor_parallelism_have_the_dtype_of_the_reduction(kind: str, micro_batches: int):
+    run_ranks(4, sum_over_tensor_parallelism, kind, micro_batches)

@@ -49,6 +49,12 @@ class TensorParallelForm:
     left_to_right: bool
     boxes: Boxes | None
 
+    @property
+    def sums_elsewhere(self) -> bool:
+        """Whether the parameter is replicated on a model axis, so that gradients may be Partial there."""
+        placements = enumerate(self.model_placements)
+        return any(placement.is_replicate() and axis not in self.data_axes for axis, placement in placements)
+
     def plain(self, parameter: torch.Tensor) -> torch.Tensor:
         """The local tensor."""
         return local_of(parameter)

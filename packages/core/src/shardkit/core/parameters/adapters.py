@@ -73,6 +73,10 @@ class ParameterForm(Protocol):
     def placements(self) -> tuple[Placement, ...]:
         """The placements of the sharded parameter."""
 
+    @property
+    def sums_elsewhere(self) -> bool:
+        """Whether `gradient` may have to sum over axes that are not data-parallel."""
+
     def plain(self, parameter: torch.Tensor) -> torch.Tensor:
         """The plain tensor inside the original parameter; data parallelism cuts it."""
 
@@ -122,6 +126,7 @@ class _PlainForm:
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
     kind: type[DTensor]
+    sums_elsewhere = False
 
     def plain(self, parameter: torch.Tensor) -> torch.Tensor:
         return parameter
@@ -147,7 +152,7 @@ class _OwnedForm:
 
     def __init__(self, inner: ParameterForm, axis: int, placement: Owned) -> None:
         self.inner = inner
-        self.shape = inner.shape
+        self.shape, self.sums_elsewhere = inner.shape, inner.sums_elsewhere
         self.mesh = inner.mesh
         self.placements = tuple(placement if number == axis else one for number, one in enumerate(inner.placements))
         self.plain, self.local, self.shard = inner.plain, inner.local, inner.shard

@@ -5,12 +5,13 @@ Autograd leaves an unsharded gradient in the dtype of the computation. It is *su
 sync and over ranks, in `reduce_dtype`. If that is None, the installed torch's FSDP2 is the model: since 2.15 the
 parameter's `grad_dtype` decides, which is its own dtype unless it was set; before, the dtype of the computation. A sum
 is *delivered* in the sharded parameter's `grad_dtype`. A `grad_dtype` of None accepts any dtype.
+
+A gradient that is summed over axes of tensor parallelism first has the dtype of sums there too: autograd leaves it so.
 """
 
 from __future__ import annotations
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from shardkit.core.torch_compat import GRAD_DTYPE_DECIDES, grad_dtype_of
 
@@ -68,15 +69,18 @@ class GradientDtype:
         """The dtype of the sharded gradient of a parameter of dtype `original`; None for the dtype of the sum."""
         return self._dtype if self._is_set else original
 
-    def prepare(self, unsharded: torch.Tensor, sums: torch.dtype | None) -> None:
-        """Tells autograd to leave gradients in the dtype of sums on a new unsharded parameter."""
-        self._follows = (GRAD_DTYPE_DECIDES or self._is_set) and unsharded.dtype.is_floating_point
+    def prepare(self, unsharded: torch.Tensor, sums: torch.dtype | None, sums_elsewhere: bool) -> None:
+        """Tells autograd to leave gradients in the dtype of sums on a new unsharded parameter.
+
+        `sums_elsewhere`: whether they may be summed over axes that are not data-parallel before.
+        """
+        follows = GRAD_DTYPE_DECIDES or self._is_set or (sums_elsewhere and sums is not None)
+        self._follows = follows and unsharded.dtype.is_floating_point
         self.may_defer = False
         if not self._follows or sums == unsharded.dtype:
             return
         unsharded.grad_dtype = sums
-        replicated = isinstance(unsharded, DTensor) and any(one.is_replicate() for one in unsharded.placements)
-        self.may_defer = sums is not None and sums.itemsize > unsharded.itemsize and not replicated
+        self.may_defer = sums is not None and sums.itemsize > unsharded.itemsize and not sums_elsewhere
 
     @staticmethod
     def defer(unsharded: torch.Tensor) -> None:
@@ -95,9 +99,3 @@ class GradientDtype:
     def fresh(self, compute: torch.dtype, sums: torch.dtype | None) -> torch.dtype:
         """The dtype that every rank expects for a gradient of one backward."""
         return compute if sums is None or self.may_defer or not self._follows else sums
-
-    def before_other_axes(self, gradient: DTensor, sums: torch.dtype | None) -> torch.Tensor:
-        """A gradient that is first summed over axes of tensor parallelism, cast to the dtype of sums for this."""
-        if not GRAD_DTYPE_DECIDES or sums is None:
-            return gradient
-        return gradient.to(sums) if any(placement.is_partial() for placement in gradient.placements) else gradient

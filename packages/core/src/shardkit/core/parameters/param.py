@@ -359,7 +359,7 @@ class FSDPParam:
             cls = self._unsharded_class if self.subclass is None else nn.Parameter
             unsharded = new_parameter(self.form.unsharded(tensor), cls, self.sharded_param.requires_grad)
         unsharded.__dict__.update(user_attributes(self.sharded_param))
-        self.gradient_dtype.prepare(unsharded, self.sums_dtype)
+        self.gradient_dtype.prepare(unsharded, self.sums_dtype, self.form.sums_elsewhere)
         _became[unsharded] = weakref.ref(self)
         self.unsharded_param = unsharded
         storage = unsharded.untyped_storage()
@@ -481,8 +481,6 @@ class FSDPParam:
                 return torch.zeros(self.layout.shape, dtype=dtype, device=self.device)
         if gradient is None:
             return None
-        if isinstance(gradient, DTensor):
-            gradient = self.gradient_dtype.before_other_axes(gradient, self.sums_dtype)
         gradient = self.form.gradient(gradient)
         return gradient if self._cut_in_its_shape else gradient.reshape(self.layout.shape)
 
