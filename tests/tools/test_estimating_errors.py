@@ -78,6 +78,28 @@ def test_meshes_that_are_none(mesh):
         estimate(linear, four, mesh=mesh)
 
 
+@pytest.mark.parametrize(
+    ("mesh", "message"),
+    [
+        (
+            {"pp": 2, "dp_shard": 4},
+            "the axis 'pp' of the mesh is not known; expected dp_replicate, dp_shard, dp, cp, tp",
+        ),
+        ({"dp_shard": 4, "ep": 2}, "the axis 'ep' of the mesh is not known"),
+        ({"replica": 2, "shard": 4}, "the axis 'replica' of the mesh is not known"),
+        ({"dp": 2, "dp_shard": 4}, "'dp' and 'dp_shard' mean the same"),
+        ({"dp_shard": 4, "tp": 2}, "the axis 'tp' needs a plan"),
+    ],
+)
+def test_axes_that_policies_do_not_know(mesh, message):
+    with pytest.raises(EstimateError, match=message):
+        estimate(linear, four, mesh=mesh)
+
+
+def test_a_factory_that_shards_the_model_names_axes_freely():
+    assert estimate(sharded, four, mesh={"replicas": 2, "shards": 2}).axes == {"replicas": 2, "shards": 2}
+
+
 def test_ranks_that_are_none():
     with pytest.raises(EstimateError, match="no rank 2 among 2 ranks"):
         estimate(linear, four, mesh=2, rank=2)

@@ -98,7 +98,7 @@ def test_it_agrees_with_the_engine_on_streams(name: str, on_device: Callable[...
 
     policies = SCENARIOS[name]
     job = TrainingJob(model, lambda: torch.zeros(4), torch.optim.SGD, lambda out, _: out.sum(), policies=policies)
-    mesh = {"replicate": scenario.replicas, "shard": SHARDS} if scenario.replicas > 1 else {"shard": SHARDS}
+    mesh = {"dp_replicate": scenario.replicas, "dp_shard": SHARDS} if scenario.replicas > 1 else {"dp_shard": SHARDS}
     found = estimate_job(job, mesh, machine_of(comparison), costs=Declared())
     expected = ours.forward[-1] + ours.backward[-1]
     assert found.timeline.step / MICROSECOND == pytest.approx(expected, abs=0.01)

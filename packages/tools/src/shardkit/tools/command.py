@@ -176,7 +176,11 @@ _JOB_OPTIONS = [
     click.Option(["--batch"], type=_COUNT, help="sequences of a micro-batch of token ids (default 1)"),
     click.Option(["--sequence"], type=_COUNT, help="tokens of a sequence (default 2048)"),
     click.Option(["--optimizer"], default="adamw", help="adamw, adam, sgd, momentum, muon or pkg.module:name"),
-    click.Option(["--world-size", "--mesh", "mesh"], default="8", help="ranks, or axis=size,... (default 8)"),
+    click.Option(
+        ["--world-size", "--mesh", "mesh"],
+        default="8",
+        help="ranks, or axis=size,... of dp_replicate, dp_shard, cp, tp (default 8)",
+    ),
     click.Option(["--machine"], default="h100", help="a preset, this (is measured), or a file.json (default h100)"),
     click.Option(["--expandable-segments"], is_flag=True, help="as PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"),
     click.Option(["--wrap"], help="FQNs or class names to shard by themselves (default: repeated blocks)"),

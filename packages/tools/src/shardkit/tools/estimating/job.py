@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -196,15 +197,8 @@ def apply_policies(model: nn.Module, policies: Policies, mesh: DeviceMesh) -> No
     """Shards a model in place over all axes of `mesh`: its blocks, then itself.
 
     Raises:
-        EstimateError: for names that match no module, and for axes that policies cannot use.
+        EstimateError: for names that match no module.
     """
-    names = mesh.mesh_dim_names or ()
-    if mesh.ndim > 2 or "tp" in names:
-        raise EstimateError(
-            f"the model comes unsharded, and policies know no mesh with the axes {names}; use one axis, or two for "
-            'HSDP, and "tp" only with a plan for tensor parallelism; or a factory that takes the mesh and shards the '
-            "model itself"
-        )
     precision = MixedPrecisionPolicy(param_dtype=policies.param_dtype, reduce_dtype=policies.reduce_dtype)
     offload = CPUOffloadPolicy() if policies.offload else OffloadPolicy()
     given: dict[str, Any] = {"mesh": mesh, "mp_policy": precision, "offload_policy": offload}
@@ -228,6 +222,10 @@ def _recompute(block: nn.Module) -> None:
 
 
 # -- jobs --------------------------------------------------------------------------------------------------------------
+
+
+# Names of the axes that policies shard over, outermost first.
+_KNOWN_AXES = ("dp_replicate", "dp_shard", "dp", "cp", "tp")
 
 
 @dataclass(frozen=True)
@@ -265,6 +263,33 @@ class TrainingJob:
             for parameter in inspect.signature(self.model).parameters.values()
             if parameter.kind is not parameter.VAR_POSITIONAL
         )
+
+    def mesh_axes(self, axes: Mapping[str, int]) -> dict[str, int]:
+        """The axes of the mesh that `build` needs, outermost first, for axes with the usual names in any order.
+
+        Ranks along "cp" hold shards like those along "dp_shard", which "dp" also means. A factory that takes the mesh
+        gets the axes as they are.
+
+        Raises:
+            EstimateError: for axes that policies do not know.
+        """
+        if self.takes_mesh:
+            return dict(axes)
+        if unknown := [name for name in axes if name not in _KNOWN_AXES]:
+            raise EstimateError(
+                f"the axis '{unknown[0]}' of the mesh is not known; expected {', '.join(_KNOWN_AXES)}. For other axes, "
+                "such as pp and ep, name a factory that takes the mesh and shards the model itself"
+            )
+        if "dp" in axes and "dp_shard" in axes:
+            raise EstimateError("the axes 'dp' and 'dp_shard' mean the same; give dp_replicate and dp_shard")
+        if "tp" in axes and self.tensor_parallel is None:
+            raise EstimateError(
+                "the axis 'tp' needs a plan for tensor parallelism; add --tp-plan (tensor_parallel), or name a factory "
+                "that takes the mesh and shards the model itself"
+            )
+        shards = math.prod(axes.get(name, 1) for name in ("dp_shard", "dp", "cp"))
+        sizes = {"dp_replicate": axes.get("dp_replicate"), "dp_shard": shards, "tp": axes.get("tp")}
+        return {name: size for name, size in sizes.items() if size is not None}
 
     def build(self, mesh: DeviceMesh) -> nn.Module:
         """The sharded model. Raises `EstimateError` if the factory shards it and `policies` are set."""

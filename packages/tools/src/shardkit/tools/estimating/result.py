@@ -147,7 +147,8 @@ def estimate(
         model_factory: creates the model; if it takes an argument, it receives the mesh and shards the model itself.
         inputs: creates one micro-batch.
         optimizer: creates the optimizer.
-        mesh: number of ranks, or sizes of the axes by name; at most 16,384 ranks.
+        mesh: number of ranks, or sizes of the axes by name (in any order, unless the factory shards the model):
+            "dp_replicate", "dp_shard" or "dp", "cp", whose ranks share the shards, and "tp"; at most 16,384 ranks.
         policies: how `fully_shard` is applied, unless the factory shards the model.
         machine: a description, or the name of a preset.
         rank: the rank to simulate.
@@ -177,10 +178,14 @@ def estimate_job(
     """`estimate` for a `TrainingJob`; the same arguments, result and errors."""
     described = preset(machine) if isinstance(machine, str) else machine
     axes = axes_of(mesh)
-    found = assess(record(job, axes, rank, described), axes, rank, job.policies, described, costs)
+    sharded = job.mesh_axes(axes)
+    found = assess(record(job, sharded, rank, described), axes, rank, job.policies, described, costs)
+    if "cp" in axes and not job.takes_mesh:
+        note = "cp: the inputs are one rank's part of a sequence; attention to the other parts is not counted"
+        found = dataclasses.replace(found, notes=(*found.notes, note))
     if found.owners is None or found.owners.slowest == rank % len(found.owners.bytes):
         return found
-    slowest = record(job, axes, found.owners.slowest, described)  # the shard group's ranks come first
+    slowest = record(job, sharded, found.owners.slowest, described)  # the shard group's ranks come first
     return dataclasses.replace(found, owners=assess(slowest, axes, rank, job.policies, described, costs).owners)
 
 
