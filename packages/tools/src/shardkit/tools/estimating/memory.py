@@ -42,21 +42,23 @@ class Ledger:
         entry = self._entries.get(id(tensor.untyped_storage()))
         return None if entry is None else entry.held
 
-    def see(self, tensor: torch.Tensor, category: Category, block: int | None = None) -> Held:
+    def see(self, tensor: torch.Tensor, category: Category, block: int | None = None, host: bool = False) -> Held:
         """Notes a tensor that an operator returned; a known storage keeps its category."""
         storage = tensor.untyped_storage()
         key = id(storage)
         entry = self._entries.get(key)
         if entry is None:
-            entry = _Entry(weakref.ref(storage, lambda _: self._drop(key)), storage.nbytes(), Held(category, block))
+            entry = _Entry(
+                weakref.ref(storage, lambda _: self._drop(key)), storage.nbytes(), Held(category, block, host)
+            )
             self._entries[key] = entry
             self._write(entry.held, entry.nbytes)
         return entry.held
 
-    def assign(self, tensor: torch.Tensor, category: Category, block: int | None = None) -> None:
-        """Sets the final category of a tensor's storage, and its block (see `Held`)."""
+    def assign(self, tensor: torch.Tensor, category: Category, block: int | None = None, host: bool = False) -> None:
+        """Sets the final category of a tensor's storage, its block, and whether it is on the host (see `Held`)."""
         held = self.see(tensor, category)
-        held.category, held.block = category, block
+        held.category, held.block, held.host = category, block, host
 
     def assign_newest(self, nbytes: int, category: Category) -> None:
         """Assigns the storage that was seen last to `category`, if it has `nbytes`."""
@@ -104,18 +106,20 @@ class Peak:
 
 @dataclass(frozen=True)
 class Memory:
-    """The memory of one iteration.
+    """The memory of one iteration, on the device if there is one.
 
     Attributes:
         idle: bytes before it begins.
         peak: the moment of most memory.
         reserved: bytes that torch's caching allocator of GPUs would have reserved on the device.
+        host: most bytes that `CPUOffloadPolicy` keeps in host memory.
         levels: bytes by category over time; each entry has the number of trace steps before it.
     """
 
     idle: int
     peak: Peak
     reserved: int
+    host: int
     levels: list[tuple[int, tuple[int, ...]]]
 
 
@@ -127,12 +131,18 @@ def memory_of(trace: Trace, expandable: bool = False) -> Memory:
     """
     sizes: dict[Held, int] = {}
     levels = dict.fromkeys(CATEGORIES, 0)
+    host = most_host = 0
     gathers, computation = CachingAllocator(expandable), CachingAllocator(expandable)
 
     def change(held: Held, nbytes: int) -> int:
-        """Resizes a storage; returns the number of bytes added."""
+        """Resizes a storage; returns the number of bytes added on the device."""
+        nonlocal host, most_host
         more = nbytes - sizes.get(held, 0)
         sizes[held] = nbytes
+        if held.host:
+            host += more
+            most_host = max(host, most_host)
+            return 0
         levels[held.category] += more
         (gathers if held.category == "unsharded_parameters" else computation).changed(id(held), nbytes)
         return more
@@ -151,7 +161,7 @@ def memory_of(trace: Trace, expandable: bool = False) -> Memory:
         elif stale:
             over_time.append((index, tuple(levels.values())))
             stale = False
-    return Memory(idle, peak, gathers.reserved + computation.reserved, over_time)
+    return Memory(idle, peak, gathers.reserved + computation.reserved, most_host, over_time)
 
 
 _MIB = 2**20

@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 
 from shardkit.core import events
+from shardkit.core.engine.state import state_of
 from shardkit.core.tensors import tensors_in, tensors_with_grad
 from shardkit.core.torch_compat import TorchDispatchMode, in_backward, local_of
 from shardkit.tools.estimating.job import EstimateError
@@ -187,6 +188,7 @@ class Observer(TorchDispatchMode):
         self._functional: dict[int, int] = {}
         self._own_all_reduces = 0
         self._watched: dict[int, torch.Tensor] = {}
+        self._offloaded: dict[int, torch.Tensor] = {}
         self._open = ExitStack()
 
     def __enter__(self) -> Observer:
@@ -210,14 +212,24 @@ class Observer(TorchDispatchMode):
         found, self.trace = self.trace, Trace()
         return found
 
-    def adopt(self, model: nn.Module) -> None:
+    @property
+    def offloads(self) -> bool:
+        """Whether `CPUOffloadPolicy` keeps parameters of the model in host memory, beside a device."""
+        return bool(self._offloaded)
+
+    def adopt(self, model: nn.Module, *, has_device: bool = False) -> None:
         """Call after building the model: assigns categories to its parameters and buffers."""
         self._fake.forget()
+        if has_device:
+            states = [state for module in model.modules() if (state := state_of(module)) is not None]
+            params = [param for state in states for group in state.groups for param in group.params]
+            self._offloaded = {id(one.sharded_param): one.sharded_param for one in params if one.offload is not None}
         if self.repeated is not None:
             self._last = f"{self.repeated}.{list(dict(model.get_submodule(self.repeated).named_children()))[-1]}"
         self.where.name(model)
         for fqn, parameter in model.named_parameters():
-            self.ledger.assign(on_this_rank(parameter), "sharded_parameters", self._block_of(fqn))
+            host = id(parameter) in self._offloaded
+            self.ledger.assign(on_this_rank(parameter), "sharded_parameters", self._block_of(fqn), host)
             self._watch_gradient(parameter, fqn)
         for fqn, buffer in model.named_buffers():
             self.ledger.assign(on_this_rank(buffer), "other", self._block_of(fqn))
@@ -252,11 +264,14 @@ class Observer(TorchDispatchMode):
 
     def _come_to_owner(self, args: Sequence[Any]) -> None:
         """Before an operator of the optimizer: it moves on from one block's parameters to the next."""
-        found = [self.ledger.find(one) for one in tensors_in(args) if isinstance(one, FakeTensor)]
-        blocks = {held.block for held in found if held is not None and held.block is not None}
+        blocks = {held.block for held in self._found(args) if held.block is not None}
         if len(blocks) == 1:
             self._come_to(blocks.pop())
         self.mixed = self.mixed or len(blocks) > 1
+
+    def _found(self, args: Sequence[Any]) -> list[Held]:
+        found = (self.ledger.find(one) for one in tensors_in(args) if isinstance(one, FakeTensor))
+        return [held for held in found if held is not None]
 
     # -- operators -----------------------------------------------------------------------------------------------------
 
@@ -285,9 +300,11 @@ class Observer(TorchDispatchMode):
         if phase != "building":
             self._fake.forget()
         category, block = _MADE_IN[phase], self._block if phase == "optimizer" else None
+        # An optimizer steps on the host. Forward and backward work on copies on the device.
+        host = self.offloads and phase not in ("forward", "backward") and any(one.host for one in self._found(args))
         for tensor in out if isinstance(out, list | tuple) else (out,):
             if isinstance(tensor, torch.Tensor):
-                self.ledger.see(tensor, category, block)
+                self.ledger.see(tensor, category, block, host)
         if function.namespace in ("_c10d_functional", "c10d"):
             self._communicated(function, args, out, fqn, phase)
         elif self._recording:
@@ -386,7 +403,8 @@ class Observer(TorchDispatchMode):
 
     def _has_gradient(self, block: int | None, parameter: torch.Tensor) -> None:
         if parameter.grad is not None:
-            self.ledger.assign(on_this_rank(parameter.grad), "gradients", block)
+            host = id(parameter) in self._offloaded
+            self.ledger.assign(on_this_rank(parameter.grad), "gradients", block, host)
 
 
 def _real_only(args: tuple[Any, ...]) -> bool:

@@ -351,7 +351,7 @@ class _Longer:
         run, own, number = self._parts.names[one]
         if own is not None:
             own = to + own - block if block >= 0 else self._places(own)[0]
-        new = Held(one.category, own) if isinstance(one, Held) else len(self._made) + 1
+        new = Held(one.category, own, one.host) if isinstance(one, Held) else len(self._made) + 1
         return self._made.setdefault((run, own, number), new)
 
     def _moved(self, step: Step, block: int, to: int) -> Step:

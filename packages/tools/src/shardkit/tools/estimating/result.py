@@ -26,7 +26,19 @@ SCHEMA = 1
 
 # Attributes that an estimate writes to JSON.
 _TOLD = (
-    *("axes", "rank", "machine", "policies", "parameters", "peak", "idle_bytes", "reserved_bytes", "fits", "traffic"),
+    *(
+        "axes",
+        "rank",
+        "machine",
+        "policies",
+        "parameters",
+        "peak",
+        "idle_bytes",
+        "reserved_bytes",
+        "host_bytes",
+        "fits",
+        "traffic",
+    ),
     *("timeline", "checkpoint", "dtypes", "owners", "notes"),
 )
 
@@ -76,6 +88,7 @@ class Estimate:
         idle_bytes: bytes of tensors between iterations.
         reserved_bytes: memory of the process at the peak: on a GPU the allocator's reserved bytes, on a CPU the bytes
             of tensors, including mapped memory of peers.
+        host_bytes: most bytes of shards, gradients and optimizer state that CPU offload keeps in host memory.
         traffic: communication by module.
         timeline: predicted times.
         checkpoint: predicted size and time of a checkpoint.
@@ -92,6 +105,7 @@ class Estimate:
     peak: Peak
     idle_bytes: int
     reserved_bytes: int
+    host_bytes: int
     traffic: tuple[TrafficRow, ...]
     timeline: Timeline
     checkpoint: Checkpoint
@@ -218,6 +232,7 @@ def assess(
         peak=memory.peak,
         idle_bytes=memory.idle,
         reserved_bytes=tensors + machine.process_bytes,
+        host_bytes=memory.host,
         traffic=_traffic(recording.trace.transfers),
         timeline=timeline,
         owners=owners,
@@ -250,4 +265,4 @@ def _notes(recording: Recording, policies: Policies, machine: Machine) -> Iterat
         return
     yield "operators are those that torch runs on a CPU; kernels of a GPU may save other tensors"
     if policies.offload:
-        yield "CPU offload: shards, their gradients and optimizer state are counted as if on the device"
+        yield "CPU offload: copies from and to the host take no time, and the optimizer is as fast as on the device"

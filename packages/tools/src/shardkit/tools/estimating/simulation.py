@@ -7,7 +7,7 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -81,7 +81,7 @@ class SimulatedTransport(Transport):
     Args:
         kind: "shared" and "pairwise" as with gloo on CPU, "nccl" for in-place collectives.
         ranks_per_host: number of ranks that share a host.
-        announce: called just before a reduction that sends unequal parts, with the bytes that stay inside this host.
+        observer: is told, before a reduction that sends unequal parts, the bytes that stay inside this host.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class SimulatedTransport(Transport):
         device: torch.device,
         kind: Kind,
         ranks_per_host: int,
-        announce: Callable[[int], None],
+        observer: Observer,
     ) -> None:
         super().__init__(group, device)
         # torch 2.15's NCCL launches each collective by itself, so that core packs everything (runtime/choice.py).
@@ -101,7 +101,7 @@ class SimulatedTransport(Transport):
         self.sums_locally = kind != "nccl"
         self.kind = kind
         self._local = neighbourhood(group, ranks_per_host).local
-        self._announce = announce
+        self._observer = observer
         self._lent: dict[str, int] = {}
         # Like core's `Outbox`: parcels by the number of the reduction that filled them last.
         self._parcels: dict[int, torch.Tensor] = {}
@@ -122,9 +122,10 @@ class SimulatedTransport(Transport):
         if plan.packing is not None:
             packed = self.gather_buffer(plan.packing.numel, plan.packed_dtype, plan.label)
             note_allocated(packed, plan.label, "packed")
-        return self._run_gather(plan, packed)
+        own = sum(item.layout.local_numel(self.rank) * item.dtype.itemsize for item in plan.items)
+        return self._run_gather(plan, packed, self._copied(own, plan.label))
 
-    def _run_gather(self, plan: GatherPlan, packed: torch.Tensor | None) -> Program:
+    def _run_gather(self, plan: GatherPlan, packed: torch.Tensor | None, copied: torch.Tensor | None) -> Program:
         if self.kind == "shared":
             own = sum(item.layout.local_numel(self.rank) * item.dtype.itemsize for item in plan.items)
             self._lent[plan.label] = plan.nbytes - own
@@ -132,7 +133,15 @@ class SimulatedTransport(Transport):
             yield ()
             if packed is not None:
                 note_freed(packed, plan.label, "packed")
-            del packed
+            del packed, copied
+
+    def _copied(self, nbytes: int, label: str) -> torch.Tensor | None:
+        """Memory of the device for offloaded shards before a gather, or their gradients after a reduction."""
+        if not self._observer.offloads or not nbytes:
+            return None
+        made = torch.empty(nbytes, dtype=torch.uint8)
+        note_allocated(made, label, "packed")
+        return made
 
     def reduce(self, plan: ReducePlan, grads: list[torch.Tensor], mean: Mean) -> Reduction:
         packed, rows = None, []
@@ -146,6 +155,7 @@ class SimulatedTransport(Transport):
         self, plan: ReducePlan, grads: list[torch.Tensor], rows: list[torch.Tensor], packed: torch.Tensor | None
     ) -> Reduction:
         output = plan.allocate_output()
+        copied = self._copied(output.nbytes, plan.label)
         itemsize, peers = plan.wire_dtype.itemsize, self.world_size - 1 - plan.lands_in_output
         staging = None
         if self.kind == "shared":
@@ -155,14 +165,14 @@ class SimulatedTransport(Transport):
             staging = torch.empty(peers * plan.output_numel, dtype=plan.wire_dtype, device=self.device)
             note_allocated(staging, plan.label, "reduce_input")
         if not self.padded:
-            self._announce(sum(plan.row_numels[place] for place in self._local) * itemsize)
+            self._observer.announce(sum(plan.row_numels[place] for place in self._local) * itemsize)
         with plan.reported(time.perf_counter()):
             yield ()
             if packed is not None:
                 note_freed(packed, plan.label, "packed")
             if staging is not None:
                 note_freed(staging, plan.label, "reduce_input")
-            del rows, packed, staging
+            del rows, packed, staging, copied
             if self.kind == "shared" and plan.wire_dtype != plan.reduce_dtype and output.numel():
                 torch.empty_like(output)  # each peer's terms are cast before they are added
         return output
@@ -281,8 +291,8 @@ def simulate(
 ) -> Recording:
     """Runs two iterations and records the second, when the order of groups is known and optimizer state exists.
 
-    It depends on the machine only in which ranks share a host, and how they move bytes. With `repeated`, the FQN of a
-    list of blocks, the trace distinguishes the blocks.
+    It depends on the machine only in which ranks share a host, how they move bytes, and whether there is a device. With
+    `repeated`, the FQN of a list of blocks, the trace distinguishes the blocks.
 
     Raises:
         EstimateError: if the job cannot run with fake tensors (the message says where and why), or as `_fake_world`.
@@ -296,11 +306,11 @@ def simulate(
             several = neighbourhood(group, machine.ranks_per_host).hosts > 1
             kind: Kind = "pairwise" if several and machine.transport == "shared" else machine.transport
             made = SimulatedTransport if kind == "shared" else SimulatedNetwork
-            transports[group] = made(group, device, kind, machine.ranks_per_host, observer.announce)
+            transports[group] = made(group, device, kind, machine.ranks_per_host, observer)
         return transports[group]
 
     with _fake_world(axes, rank) as mesh, fake, stand_ins(stand_in), observer:
-        model, optimizer = _run(job, mesh, observer)
+        model, optimizer = _run(job, mesh, observer, has_device=machine.device != "cpu")
         trace = observer.stop()  # before anything is freed
         blocks: list[Sizes] = []
         if repeated is not None and not observer.mixed:
@@ -318,11 +328,13 @@ def simulate(
         )
 
 
-def _run(job: TrainingJob, mesh: DeviceMesh, observer: Observer) -> tuple[nn.Module, torch.optim.Optimizer]:
+def _run(
+    job: TrainingJob, mesh: DeviceMesh, observer: Observer, *, has_device: bool
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Builds a job and runs two iterations; the observer records the second."""
     with users_code("building the model", "the factory runs with tensors that have no data, on 'cpu'", EstimateError):
         model = job.build(mesh)
-    observer.adopt(model)
+    observer.adopt(model, has_device=has_device)
     with users_code("making the optimizer", "it gets the parameters of the sharded model", EstimateError):
         optimizer = job.make_optimizer(model)
     for recording in (False, True):

@@ -41,6 +41,8 @@ def _tables(estimate: Estimate) -> Iterator[Table]:
     table.add_row("the process without tensors", show(machine.process_bytes, "bytes"), "")
     reserved = f"{'resident' if machine.device == 'cpu' else 'reserved'} ({'fits' if estimate.fits else 'DOES NOT FIT'}"
     table.add_row(f"{reserved} in {show(machine.memory, 'bytes')})", show(estimate.reserved_bytes, "bytes"), "")
+    if estimate.host_bytes:
+        table.add_row("offloaded to host memory", show(estimate.host_bytes, "bytes"), "")
     table.add_row("tensors between iterations", show(estimate.idle_bytes, "bytes"), "")
     yield table
 

@@ -181,10 +181,12 @@ class Held(msgspec.Struct, eq=False, gc=False):
         category: its final category.
         block: for parameters, gradients and optimizer state, the repeated block (`repetition`) that they belong to, or
             -1 outside of blocks. None for everything else.
+        host: whether `CPUOffloadPolicy` keeps it in host memory, beside a device.
     """
 
     category: Category
     block: int | None = None
+    host: bool = False
 
 
 class Changed(msgspec.Struct, frozen=True, gc=False):

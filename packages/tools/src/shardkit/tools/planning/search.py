@@ -198,7 +198,7 @@ class _Search:
         """
         ranks = dict(candidate.axes)["dp_shard"]
         least = self.known[known].checkpoint.whole // ranks + self.machine.process_bytes
-        return candidate.policies.placements is None and least > self.limit
+        return candidate.policies.placements is None and not candidate.policies.offload and least > self.limit
 
     def sample_seconds(self, candidate: Candidate) -> float:
         samples = candidate.micro_batch * candidate.policies.accumulate * candidate.samplers
