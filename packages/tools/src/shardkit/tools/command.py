@@ -150,6 +150,8 @@ class _Bytes(click.ParamType):  # type: ignore[type-arg, unused-ignore]  # gener
             nbytes = int(parse_quantity(value, "bytes"))
         except ValueError as error:
             self.fail(str(error), param, ctx)
+        if value.strip()[-1].isdecimal():
+            self.fail(f"'{value}' has no unit; did you mean {value.strip()}GiB?", param, ctx)
         if nbytes < 1:
             self.fail(f"'{value}' is nothing; expected an amount such as 80GiB", param, ctx)
         return nbytes
