@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardkit.core.torch_compat import GRAD_DTYPE_DECIDES
 from shardkit.tools import EstimateError, Policies, TrainingJob, estimate_job
 from shardkit.tools.estimating import repetition
 from shardkit.tools.estimating.hf import cut_projections
@@ -310,6 +311,17 @@ def test_code_names_the_blocks_that_were_estimated(nested: bool):
     model.set_prefetch_depth = model.set_prefetch_budget = lambda _: None
     pasted["shard"](model)
     assert made == [*(model.get_submodule(name) for name in best.blocks), model]
+
+
+def test_code_names_lists_once_and_both_dtypes(ample: list[Proposal]):
+    mixed = replace(JOB.policies, param_dtype=torch.bfloat16, wrap=("blocks.0", "blocks.1", "embedding", "head"))
+    best, *_ = propose(replace(JOB, policies=mixed), 2, MACHINE.replace(flops={"bfloat16": 1e10}), 2**33, count=1)
+    code = code_of(best)
+    assert "    for block in [*model.blocks, model.embedding, model.head]:" in code
+    reduced = "float32" if GRAD_DTYPE_DECIDES else "bfloat16"
+    assert f"mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.{reduced})" in code
+    plain = code_of(next(one for one in ample if not one.candidate.apart))
+    assert "    for block in model.blocks:" in plain and "mp_policy" not in plain
 
 
 def test_the_smallest_micro_batch_is_the_jobs_own(ample: list[Proposal]):

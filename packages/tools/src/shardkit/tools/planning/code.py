@@ -99,17 +99,27 @@ def _imports(body: str) -> list[str]:
 
 def _keywords(proposal: Proposal) -> list[str]:
     policies = proposal.candidate.policies
-    dtypes = {"param_dtype": policies.param_dtype, "reduce_dtype": policies.reduce_dtype}
-    told = ", ".join(f"{name}={dtype}" for name, dtype in dtypes.items() if dtype is not None)
-    keywords = [f"mp_policy=MixedPrecisionPolicy({told})"] if told else []
+    keywords = []
+    if policies.param_dtype is not None or policies.reduce_dtype is not None:
+        reduced = proposal.estimate.dtypes["reduction"]  # of several dtypes, each is summed in its own
+        reduced = "None" if " " in reduced else f"torch.{reduced}"
+        keywords.append(f"mp_policy=MixedPrecisionPolicy(param_dtype={policies.param_dtype}, reduce_dtype={reduced})")
     keywords += ["offload_policy=CPUOffloadPolicy()"] if policies.offload else []
     return keywords + (["shard_placement_fn=placements"] if policies.placements is not None else [])
 
 
 def _blocks(proposal: Proposal) -> str:
-    """An expression for the blocks: a list of the model if they are all of it, else by name."""
-    if proposal.container is None:
+    """An expression for the blocks: lists of the model and other modules, or all by name if they are in no list."""
+    if not proposal.lists:
         return f"map(model.get_submodule, {list(proposal.blocks)!r})"
-    if all(part.isidentifier() for part in proposal.container.split(".") if part):
-        return ".".join(["model", *filter(None, [proposal.container])])
-    return f"model.get_submodule({proposal.container!r})"
+    parts: dict[str, None] = {}  # ordered; a list stands where the first of its modules does
+    for fqn in proposal.blocks:
+        parent = fqn.rpartition(".")[0]
+        parts[f"*{_submodule(parent)}" if parent in proposal.lists else _submodule(fqn)] = None
+    return next(iter(parts))[1:] if len(parts) == 1 else f"[{', '.join(parts)}]"
+
+
+def _submodule(fqn: str) -> str:
+    if all(part.isidentifier() for part in fqn.split(".") if part):
+        return ".".join(["model", *filter(None, [fqn])])
+    return f"model.get_submodule({fqn!r})"

@@ -128,7 +128,7 @@ class Proposal:
     Attributes:
         estimate: the estimate, without its trace.
         blocks: FQNs of the modules that get a `fully_shard` call of their own, innermost first.
-        container: FQN of the list that consists of exactly the blocks; None if there is none.
+        lists: FQNs of the lists whose modules are all among the blocks.
         sample_seconds: predicted time of a step divided by the samples of all ranks.
         reasons: sentences.
         tensor_parallel: cuts the model over an axis "tp", if the mesh has one.
@@ -137,7 +137,7 @@ class Proposal:
     candidate: Candidate
     estimate: Estimate
     blocks: tuple[str, ...]
-    container: str | None
+    lists: tuple[str, ...]
     sample_seconds: float
     reasons: tuple[str, ...]
     tensor_parallel: TensorParallel | None = None
@@ -348,18 +348,17 @@ def _prefetch_more(search: _Search, candidate: Candidate) -> None:
 
 def _proposal(search: _Search, candidate: Candidate, plain: nn.Module) -> Proposal:
     blocks = tuple(fqn for fqn, _ in blocks_of(plain, candidate.policies.wrap))
-    parents = {fqn.rpartition(".")[0] for fqn in blocks}
-    parent = parents.pop() if len(parents) == 1 else None
-    if parent is not None:
+    lists = []
+    for parent in dict.fromkeys(fqn.rpartition(".")[0] for fqn in blocks):
         module, prefix = plain.get_submodule(parent), f"{parent}." if parent else ""
-        inside = [prefix + name for name, _ in module.named_children()]
-        if not isinstance(module, nn.ModuleList | nn.Sequential) or inside != list(blocks):
-            parent = None
+        inside = {prefix + name for name, _ in module.named_children()}
+        if isinstance(module, nn.ModuleList | nn.Sequential) and inside <= {*blocks}:
+            lists.append(parent)
     return Proposal(
         candidate,
         search.known[candidate],
         blocks,
-        parent,
+        tuple(lists),
         search.sample_seconds(candidate),
         tuple(_reasons(search, candidate)),
         search.job.tensor_parallel,
