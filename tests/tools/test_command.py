@@ -61,6 +61,13 @@ def test_commands_are_listed_without_importing_torch():
         assert f"usage: shardkit {usage}" in shown
 
 
+def test_help_needs_no_long_word(capsys: pytest.CaptureFixture[str]):
+    for arguments in ([], ["-h"], *([name, "-h"] for name in tree.commands)):
+        assert main(arguments) == 0
+        shown = capsys.readouterr()
+        assert shown.out.startswith("Usage: shardkit") and not shown.err
+
+
 def test_a_hugging_face_config_on_64_ranks(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     pytest.importorskip("transformers")
     out = tmp_path / "estimate.json"

@@ -44,7 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from shardkit.tools.terminal import print_error
 
     try:
-        status = tree.main(None if arguments is None else list(arguments), "shardkit", standalone_mode=False)
+        words = list(sys.argv[1:] if arguments is None else arguments)
+        status = tree.main(words or ["--help"], "shardkit", standalone_mode=False)
         sys.stdout.flush()
     except click.UsageError as error:
         where = error.ctx.command_path if error.ctx is not None else "shardkit"
@@ -122,7 +123,11 @@ def _print_versions(ctx: click.Context, param: click.Parameter, asked: bool) -> 
         ctx.exit()
 
 
-@click.command(cls=_Tree, epilog="Exit status: 0 fine, 1 a check failed, 2 bad input, 3 a fault of shardkit.")
+@click.command(
+    cls=_Tree,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Exit status: 0 fine, 1 a check failed, 2 bad input, 3 a fault of shardkit.",
+)
 @click.option(
     "--version",
     is_flag=True,
