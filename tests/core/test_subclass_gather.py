@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.distributed.fsdp as stock
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
@@ -472,6 +472,19 @@ def uneven(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_uneven_shards_are_refused_on_every_rank(world_size: int) -> None:
     run_ranks(world_size, uneven)
+
+
+def columns(rank: int, world_size: int) -> None:
+    mesh = rank_mesh((world_size,), ("shard",))
+    linear = nn.Linear(8, 16, bias=False)
+    linear.weight = nn.Parameter(BFloat16OnTheWire(linear.weight.detach()))
+    with pytest.raises(TypeError, match=r"'weight', a BFloat16OnTheWire with fsdp_pre_all_gather: .*Return Shard\(0\)"):
+        shardkit.fully_shard(linear, mesh=mesh, shard_placement_fn=lambda parameter: Shard(parameter.ndim - 1))
+    assert not isinstance(linear, shardkit.FSDPModule)
+
+
+def test_shards_of_columns_are_refused() -> None:
+    run_ranks(2, columns)
 
 
 class WrongArity(WireWeight):

@@ -254,9 +254,9 @@ def placement_of(managed: ManagedParameter, chosen: object | None) -> Placement 
         chosen = chosen.placement
     if chosen is None:
         return Shard(0)
+    plain = managed.parameter.detach()
+    plain = local_of(plain) if isinstance(plain, DTensor) else plain
     if isinstance(chosen, Owned | Blocks):
-        plain = managed.parameter.detach()
-        plain = local_of(plain) if isinstance(plain, DTensor) else plain
         if not is_plain(plain):
             raise TypeError(
                 f"shard_placement_fn returned {chosen} for parameter '{managed.fqn}', which is a "
@@ -279,6 +279,11 @@ def placement_of(managed: ManagedParameter, chosen: object | None) -> Placement 
         raise ValueError(
             f"shard_placement_fn returned {chosen} for parameter '{managed.fqn}' of shape {shape}; "
             f"expected a dim between {-len(shape)} and {len(shape) - 1}"
+        )
+    if dim and SubclassGather.wanted_by(plain, managed.fqn):
+        raise TypeError(
+            f"shard_placement_fn returned {chosen} for parameter '{managed.fqn}', a {type(plain).__name__} with "
+            "fsdp_pre_all_gather: what it gathers is joined on dim 0. Return Shard(0) for it"
         )
     return Shard(dim)
 
