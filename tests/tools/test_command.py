@@ -135,8 +135,8 @@ def _gathers(estimate: dict) -> int:
         (["plan", JOB, "--world-size", "2", "--memory", "10"], "'10' has no unit; did you mean 10GiB?"),
         (["estimate", JOB, "--prefetch-budget", "1.5"], "'1.5' has no unit; did you mean 1.5GiB?"),
         (["plan", JOB, "--world-size", "2", "--memory", "0GiB"], "'0GiB' is nothing"),
-        (["plan", JOB, "--world-size", "dp=2"], "a plan chooses the mesh"),
-        (["plan", JOB, "--world-size", "2", "--reshard", "true"], "a plan chooses --reshard itself"),
+        (["plan", JOB, "--world-size", "dp=2"], "'dp=2' is not a valid integer"),
+        (["plan", JOB, "--world-size", "2", "--reshard", "true"], "No such option"),
         (["plan", JOB, "--world-size", "2", "--write", "no/such/place.py"], "there is no directory"),
         (["plan", JOB, "--write", "both.py", "--json", "both.py"], "two outputs would be written to one file"),
         (["profile", "--steps", "0", "true"], "0 is not in the range"),
@@ -190,6 +190,16 @@ def test_a_fault_of_ours_is_one_line_and_three(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr("shardkit.tools.estimating.command.machine_named", fails)
     assert main(["estimate", "--show-machine", "h100"]) == 3
     assert "error: this is a fault of shardkit, please report it: KeyError: 'oops' (line " in capsys.readouterr().err
+
+
+def test_short_and_capital_names_are_understood(tmp_path: Path):
+    out = tmp_path / "estimate.json"
+    assert (
+        main(["estimate", JOB, "--machine", "H100", "--dtype", "BF16", "--reduce-dtype", "fp32", "--json", str(out)])
+        == 0
+    )
+    found = json.loads(out.read_text())["dtypes"]
+    assert (found["computation"], found["reduction"]) == ("bfloat16", "float32")
 
 
 def test_a_sweep_goes_on_where_the_machine_has_holes(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -345,7 +345,9 @@ def test_no_way_is_estimated_twice_and_none_that_cannot_hold_its_state(monkeypat
     with torch.device("meta"):
         state = 12 * sum(one.numel() for one in deep.model().parameters())  # weights, and Adam's state
     numbers: list[int] = []
-    found = propose(deep, 64, h100, state // 4, most_micro_batch=2, count=100, progress=numbers.append)
+    found = propose(
+        deep, 64, h100, state // 4, most_micro_batch=2, count=100, progress=lambda done, _: numbers.append(done)
+    )
     assert found and len(numbers) == len(set(numbers)) <= 10
     assert len(ran) == len(numbers), ran
     # Of replicas over 32, 8 and 2 ranks the last cannot hold half of the state.

@@ -35,6 +35,7 @@ _SUMMARIES = {
 }
 _NO_MIGRATE = "Not installed: needs shardkit-legacy-fsdp-compat."
 DTYPES = ("float32", "bfloat16", "float16")
+_SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _PASSED_ON = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
 
@@ -162,6 +163,18 @@ class _Bytes(click.ParamType):  # type: ignore[type-arg, unused-ignore]  # gener
         return nbytes
 
 
+class _Dtype(click.Choice):  # type: ignore[type-arg, unused-ignore]  # generic from 8.2 on
+    """A dtype by its name or its short one, in any case."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return super().convert(dtype_name(value), param, ctx)
+
+
+def dtype_name(text: str) -> str:
+    """`bf16`, `BF16` and `BFloat16` are `bfloat16`."""
+    return _SHORT.get(text.lower(), text.lower())
+
+
 class _Number(click.FloatRange):
     """A number in a range, excluding infinity and NaN."""
 
@@ -183,11 +196,6 @@ _JOB_OPTIONS = [
     click.Option(["--batch"], type=_COUNT, help="sequences of a micro-batch of token ids (default 1)"),
     click.Option(["--sequence"], type=_COUNT, help="tokens of a sequence (default 2048)"),
     click.Option(["--optimizer"], default="adamw", help="adamw, adam, sgd, momentum, muon or pkg.module:name"),
-    click.Option(
-        ["--world-size", "--mesh", "mesh"],
-        default="8",
-        help="ranks, or axis=size,... of dp_replicate, dp_shard, cp, tp (default 8)",
-    ),
     click.Option(["--machine"], default="h100", help="a preset, this (is measured), or a file.json (default h100)"),
     click.Option(["--expandable-segments"], is_flag=True, help="as PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"),
     click.Option(["--wrap"], help="FQNs or class names to shard by themselves (default: repeated blocks)"),
@@ -197,28 +205,37 @@ _JOB_OPTIONS = [
         help="owned or blocks: auto, or pkg.module:name of a function that gets the model "
         "and returns a shard_placement_fn",
     ),
-    click.Option(["--reshard"], help="after forward: true, false, default or a number of ranks"),
     click.Option(
         ["--dtype"],
-        type=click.Choice(("own", *DTYPES)),
+        type=_Dtype(("own", *DTYPES)),
         help="dtype of computation (default: own, the model's; the config's for --hf-config)",
     ),
     click.Option(
         ["--param-dtype"],
-        type=click.Choice(("own", *DTYPES)),
+        type=_Dtype(("own", *DTYPES)),
         help="dtype of parameters (default: own, the model's; float32 for --hf-config)",
     ),
     click.Option(
-        ["--optimizer-dtype"], type=click.Choice(DTYPES), help="dtype of optimizer state (default: the parameters')"
+        ["--optimizer-dtype"], type=_Dtype(DTYPES), help="dtype of optimizer state (default: the parameters')"
     ),
     click.Option(["--master-weights"], is_flag=True, help="the optimizer steps copies of the parameters in float32"),
-    click.Option(["--reduce-dtype"], type=click.Choice(("own", *DTYPES)), help="dtype of gradient reduction"),
+    click.Option(["--reduce-dtype"], type=_Dtype(("own", *DTYPES)), help="dtype of gradient reduction"),
     click.Option(["--prefetch"], type=click.IntRange(min=0), help="groups gathered ahead (default 1)"),
-    click.Option(["--prefetch-budget"], type=_BYTES, help="bytes unsharded at a time, such as 2GiB"),
     click.Option(["--tp-plan"], metavar="NAME", help="pkg.module:name of a function that cuts a model over a mesh"),
     click.Option(["--checkpoint"], is_flag=True, default=None, help="recompute activations of wrapped modules"),
     click.Option(["--offload"], is_flag=True, default=None, help="keep shards and optimizer state in host memory"),
     click.Option(["--accumulate"], type=_COUNT, help="micro-batches of an iteration (default 1)"),
+]
+
+# What a plan chooses itself.
+_CHOSEN_OPTIONS = [
+    click.Option(
+        ["--world-size", "--mesh", "mesh"],
+        default="8",
+        help="ranks, or axis=size,... of dp_replicate, dp_shard, cp, tp (default 8)",
+    ),
+    click.Option(["--reshard"], help="after forward: true, false, default or a number of ranks"),
+    click.Option(["--prefetch-budget"], type=_BYTES, help="bytes unsharded at a time, such as 2GiB"),
 ]
 
 # Of each pair only one may be given.
@@ -244,7 +261,9 @@ def _checked(options: dict[str, Any]) -> SimpleNamespace:
 # -- the commands ------------------------------------------------------------------------------------------------------
 
 
-@tree.command(params=[*_JOB_OPTIONS], short_help="Predicts memory, communication and time of a training job.")
+@tree.command(
+    params=[*_JOB_OPTIONS, *_CHOSEN_OPTIONS], short_help="Predicts memory, communication and time of a training job."
+)
 @click.option("--rank", type=click.IntRange(min=0), default=0, help="as which rank to run (default 0)")
 @click.option("--sweep", multiple=True, metavar="SETTING[=VALUES]", help="estimate variations of: world-size, "
               "reshard, dtype, prefetch, micro-batch, each with values or without; several make a grid")  # fmt: skip
@@ -263,6 +282,7 @@ def estimate(**options: Any) -> int:
 
 
 @tree.command(params=[*_JOB_OPTIONS], short_help="Proposes ways to shard a model that fit a memory limit.")
+@click.option("--world-size", type=_COUNT, default=8, help="ranks (default 8)")
 @click.option("--memory", type=_BYTES, help="limit for each rank, such as 80GiB (default: the machine's memory)")
 @click.option("--micro-batch", type=_COUNT, help="samples of the smallest micro-batch (default: the job's own)")
 @click.option("--most-micro-batch", type=_COUNT, help="and of the largest (default: eight times the smallest)")

@@ -190,11 +190,11 @@ def preset(name: str) -> Machine:
     Raises:
         MachineError: for an unknown name; lists the known ones.
     """
-    if name not in presets():
+    if name.lower() not in presets():
         raise MachineError(
             f"there is no preset '{name}'; choose one of {', '.join(presets())}, 'this' (measured), and files (x.json)"
         )
-    return presets()[name]
+    return presets()[name.lower()]
 
 
 def threads_of_each(ranks: int) -> int:

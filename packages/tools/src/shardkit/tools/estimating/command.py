@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from shardkit.core.users_code import import_named, users_code
+from shardkit.tools.command import dtype_name
 from shardkit.tools.estimating.hf import job_from_config
 from shardkit.tools.estimating.job import (
     EstimateError,
@@ -196,14 +197,15 @@ def _optimizer(name: str) -> Callable[..., torch.optim.Optimizer]:
 
 def _policies(options: SimpleNamespace) -> Policies | None:
     """The policies that the options describe; None if they describe none."""
-    told = {name: getattr(options, name) for name in ("checkpoint", "offload", "accumulate", "prefetch_budget")}
+    names = ("checkpoint", "offload", "accumulate", "prefetch_budget")
+    told: dict[str, Any] = {name: getattr(options, name, None) for name in names}  # a plan has fewer options
     told["prefetch_depth"] = options.prefetch
     told = {name: value for name, value in told.items() if value is not None}
     if options.placements is not None:
         told["placements"] = _placements(options)
     if options.wrap is not None:
         told["wrap"] = tuple(name for name in options.wrap.split(",") if name)
-    texts = {"reshard": options.reshard, "dtype": options.dtype, "reduce-dtype": options.reduce_dtype}
+    texts = {"reshard": getattr(options, "reshard", None), "dtype": options.dtype, "reduce-dtype": options.reduce_dtype}
     policies = _changed(Policies(**told), {name: text for name, text in texts.items() if text is not None})
     return policies if told or any(texts.values()) else None
 
@@ -215,9 +217,9 @@ def _changed(policies: Policies, settings: Mapping[str, str]) -> Policies:
         changes["reshard_after_forward"] = _RESHARD[text] if text in _RESHARD else _count_of("reshard", text, 1)
     for setting, name in (("dtype", "param_dtype"), ("reduce-dtype", "reduce_dtype")):
         if (text := settings.get(setting)) is not None:
-            if text not in _DTYPES:
+            if (known := dtype_name(text)) not in _DTYPES:
                 raise EstimateError(f"'{text}' is not a dtype to compute in; expected {', '.join(_DTYPES)}")
-            changes[name] = _DTYPES[text]
+            changes[name] = _DTYPES[known]
     if "prefetch" in settings:
         changes["prefetch_depth"] = _count_of("prefetch", settings["prefetch"], 0)
     return replace(policies, **changes)

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from rich.console import Console
 
 from shardkit.tools.estimating.command import costs_for, job_of, machine_of
-from shardkit.tools.estimating.job import EstimateError
 from shardkit.tools.estimating.plot import plot_page
 from shardkit.tools.files import check_targets, json_text, write_text
 from shardkit.tools.planning.code import code_of
@@ -19,11 +18,6 @@ from shardkit.tools.terminal import grid, print_error, progress, terminal
 
 def run(options: SimpleNamespace) -> int:
     """Runs `shardkit plan`; the exit status is 1 if nothing fits. Raises `InputError`, and as `propose`."""
-    if not (options.mesh.isascii() and options.mesh.isdigit()):
-        raise EstimateError(f"a plan chooses the mesh; expected --world-size as a number, got '{options.mesh}'")
-    for name in ("reshard", "prefetch_budget"):
-        if getattr(options, name) is not None:
-            raise EstimateError(f"a plan chooses --{name.replace('_', '-')} itself; leave it out")
     check_targets(options.write, options.json, options.plot)
     machine, job = machine_of(options), job_of(options)
     limit, margin = options.memory or machine.memory, options.margin / 100
@@ -31,8 +25,8 @@ def run(options: SimpleNamespace) -> int:
     named = {name: getattr(options, name) for name in ("micro_batch", "most_micro_batch", "count")}
     try:
         with costs_for(options.machine, machine) as costs, progress("estimating ways to shard") as done:
-            named |= {"margin": margin, "costs": costs, "tell": told.append, "progress": lambda one: done(one, None)}
-            found = propose(job, int(options.mesh), machine, limit, **named)
+            named |= {"margin": margin, "costs": costs, "tell": told.append, "progress": done}
+            found = propose(job, options.world_size, machine, limit, **named)
     except NothingFits as error:
         print_error(str(error))
         return 1

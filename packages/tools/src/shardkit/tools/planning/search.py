@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from importlib.metadata import entry_points
 from itertools import product
@@ -152,8 +152,9 @@ class _Search:
     limit: int
     costs: OperatorCosts | None
     tell: Callable[[str], None]
-    progress: Callable[[int], None]
+    progress: Callable[[int, int], None]
     known: dict[Candidate, Estimate] = field(default_factory=dict)
+    planned: set[Candidate] = field(default_factory=set)
     problem: str = ""
 
     def __post_init__(self) -> None:
@@ -163,11 +164,18 @@ class _Search:
         job = with_micro_batch(replace(self.job, policies=candidate.policies), candidate.micro_batch)
         return estimate_job(job, dict(candidate.axes), self.machine, costs=self.costs)
 
+    def begin(self, candidates: Iterable[Candidate]) -> None:
+        """Starts estimates that are certain to be attempted."""
+        some = list(candidates)
+        self.planned.update(some)
+        self.workers.begin(some)
+
     def attempt(self, candidate: Candidate) -> None:
         """Estimates a candidate; if that fails, reports why."""
         if candidate in self.known:
             return
-        self.progress(len(self.known))
+        self.planned.add(candidate)
+        self.progress(len(self.known), len(self.planned))
         try:
             self.known[candidate] = self.workers.estimate(candidate)
         except (EstimateError, MachineError) as error:
@@ -235,7 +243,7 @@ def propose(
     margin: float = 0.0,
     costs: OperatorCosts | None = None,
     tell: Callable[[str], None] = lambda _: None,
-    progress: Callable[[int], None] = lambda _: None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Proposal]:
     """Ways to run a job on `world_size` ranks with at most `limit` bytes each, fastest per sample first.
 
@@ -245,7 +253,7 @@ def propose(
     larger micro-batches as long as they fit, and the best of these get more prefetching, by number of groups and by
     bytes. By default the smallest micro-batch is the job's own and the largest eight times that. `margin` is the part
     of the limit that stays free, because estimates err. `tell` receives messages about candidates that could not be
-    tried, `progress` the number of estimates so far.
+    tried, `progress` the numbers of estimates made and planned so far.
 
     Raises:
         NothingFits: if no candidate fits; names the one that comes closest.
@@ -277,12 +285,12 @@ def _explore(
         )
         for wrap, recompute in product(wraps, (True,) if job.policies.checkpoint else (False, True))
     ]
-    search.workers.begin(plain)
+    search.begin(plain)
     for candidate in plain:
         if search.fits(candidate):  # keeping parameters from forward to backward reserves no less
             search.attempt(candidate.changed(reshard_after_forward=False))
     replicated = [[(one, replace(one, axes=axes)) for axes in other] for one in search.ranked()[:_REPLICATED]]
-    search.workers.begin(wider for ways in replicated for one, wider in ways if not search.too_few_shards(wider, one))
+    search.begin(wider for ways in replicated for one, wider in ways if not search.too_few_shards(wider, one))
     for ways in replicated:
         for one, wider in ways:
             if search.too_few_shards(wider, one) or not search.fits(wider):
@@ -293,13 +301,13 @@ def _explore(
         )
     _cut_further(search, world_size)
     grown = [replace(one, micro_batch=2 * one.micro_batch) for one in search.ranked()[:_GROWN]]
-    search.workers.begin(one for one in grown if one.micro_batch <= most_micro_batch and not search.too_large(one))
+    search.begin(one for one in grown if one.micro_batch <= most_micro_batch and not search.too_large(one))
     for one in grown:
         while one.micro_batch <= most_micro_batch and not search.too_large(one) and search.fits(one):
             one = replace(one, micro_batch=2 * one.micro_batch)
     lines = ((one, search.known[one].timeline) for one in search.ranked()[:_PREFETCHED])
     exposed = [one for one, line in lines if line.exposed > _EXPOSED * line.step]
-    search.workers.begin(one.changed(prefetch_depth=one.policies.prefetch_depth + 1) for one in exposed)
+    search.begin(one.changed(prefetch_depth=one.policies.prefetch_depth + 1) for one in exposed)
     for one in exposed:
         _prefetch_more(search, one)
 
@@ -327,7 +335,7 @@ def _cut_further(search: _Search, world_size: int) -> None:
         return
     best = search.ranked() or sorted(search.known, key=lambda one: search.known[one].reserved_bytes)
     ways = [replace(candidate, axes=axes) for candidate, axes in product(best[:_CUT], cut)]
-    search.workers.begin(ways)
+    search.begin(ways)
     for candidate in ways:
         search.attempt(candidate)
 
