@@ -428,3 +428,51 @@ def check_other_dim(rank, world_size):
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_sharded_on_another_dim(world_size):
     run_ranks(world_size, check_other_dim)
+
+
+def transformers_models():
+    """Small ones of five families, on the meta device."""
+    import transformers as hf
+
+    small = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 37}
+    feed = {"intermediate_size": 24}
+    experts = {"moe_intermediate_size": 12, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
+    few = {"num_key_value_heads": 1}
+    makes = {
+        "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**small, **feed, **few, tie_word_embeddings=True)),
+        "bert": lambda: hf.BertForMaskedLM(hf.BertConfig(**small, **feed)),
+        "qwen": lambda: hf.Qwen3MoeForCausalLM(hf.Qwen3MoeConfig(**small, **feed, **few, **experts)),
+        "vit": lambda: hf.ViTForImageClassification(hf.ViTConfig(**feed, **small, image_size=8, patch_size=4)),
+        "t5": lambda: hf.T5ForConditionalGeneration(
+            hf.T5Config(d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2, vocab_size=37)
+        ),
+    }
+    with torch.device("meta"):
+        return {name: make() for name, make in makes.items()}
+
+
+def check_transformers(rank, world_size):
+    mesh = rank_mesh((world_size,), ("shard",))
+    models = transformers_models()
+    for name, plain in transformers_models().items():
+        model = models[name]
+        torch.manual_seed(5)
+        materialize(plain, device="cpu", init=plain._init_weights)
+        state = torch.get_rng_state()
+        for module in [*model.modules()][::-1]:
+            if type(module).__name__.endswith(("Layer", "Block")):
+                fully_shard(module, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        torch.manual_seed(5)
+        materialize(model, init=model._init_weights)
+        assert torch.equal(torch.get_rng_state(), state), name
+        for fqn, tensor in plain.state_dict().items():
+            held = model.state_dict()[fqn]
+            assert torch.equal(held.full_tensor() if isinstance(held, DTensor) else held, tensor), (name, fqn)
+        for fqn, buffer in plain.named_buffers():
+            assert torch.equal(model.get_buffer(fqn), buffer), (name, fqn)
+
+
+def test_models_of_transformers_get_the_values_of_one_process():
+    pytest.importorskip("transformers")
+    run_ranks(3, check_transformers, timeout=120)
