@@ -3,17 +3,20 @@
 A test that only fails because an older torch lacks something is skipped (tests/support/lacking.py).
 """
 
+import importlib.util
 from collections.abc import Generator
 
 import pytest
 from _pytest.mark.structures import ParameterSet
-from hypothesis import settings
 
 from tests.support.lacking import lacking
 from tests.support.pool import close_pools, start_server
 
-settings.register_profile("without a deadline", deadline=None)  # a busy machine is slow
-settings.load_profile("without a deadline")
+if importlib.util.find_spec("hypothesis") is not None:  # the trainers' environment has none
+    from hypothesis import settings
+
+    settings.register_profile("without a deadline", deadline=None)  # a busy machine is slow
+    settings.load_profile("without a deadline")
 
 
 def pytest_configure(config: pytest.Config) -> None:
