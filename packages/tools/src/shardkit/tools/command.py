@@ -26,6 +26,7 @@ from typing import Any
 import click
 
 from shardkit.autoinstall import NEEDS_FSDP1
+from shardkit.tools.quantities import dtype_name
 
 _GROUP = "shardkit.commands"
 # Summaries of commands in `shardkit --help`: 60 characters at most, so that they fit beside the names in a terminal.
@@ -35,7 +36,6 @@ _SUMMARIES = {
 }
 _NO_MIGRATE = "Not installed: needs shardkit-legacy-fsdp-compat."
 DTYPES = ("float32", "bfloat16", "float16")
-_SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _PASSED_ON = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
 
@@ -170,11 +170,6 @@ class _Dtype(click.Choice):  # type: ignore[type-arg, unused-ignore]  # generic 
         return super().convert(dtype_name(value), param, ctx)
 
 
-def dtype_name(text: str) -> str:
-    """`bf16`, `BF16` and `BFloat16` are `bfloat16`."""
-    return _SHORT.get(text.lower(), text.lower())
-
-
 class _Number(click.FloatRange):
     """A number in a range, excluding infinity and NaN."""
 
@@ -227,7 +222,7 @@ _JOB_OPTIONS = [
     click.Option(["--accumulate"], type=_COUNT, help="micro-batches of an iteration (default 1)"),
 ]
 
-# What a plan chooses itself.
+# For these settings a plan finds the values.
 _CHOSEN_OPTIONS = [
     click.Option(
         ["--world-size", "--mesh", "mesh"],

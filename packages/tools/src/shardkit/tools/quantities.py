@@ -23,6 +23,14 @@ UNITS: dict[Unit, dict[str, float]] = {
 _QUANTITY = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z%]*)", re.ASCII)
 
 
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+def dtype_name(text: str) -> str:
+    """`bf16`, `BF16` and `BFloat16` are `bfloat16`."""
+    return _DTYPES.get(text.lower(), text.lower())
+
+
 def show(value: float, unit: Unit) -> str:
     """`value`, in bytes, seconds, as a count or a share, as text for people."""
     if unit == "bytes":

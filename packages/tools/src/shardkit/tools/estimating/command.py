@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from shardkit.core.users_code import import_named, users_code
-from shardkit.tools.command import dtype_name
 from shardkit.tools.estimating.hf import job_from_config
 from shardkit.tools.estimating.job import (
     EstimateError,
@@ -34,6 +33,7 @@ from shardkit.tools.estimating.timeline import OperatorCosts
 from shardkit.tools.estimating.workers import Workers
 from shardkit.tools.files import InputError, check_targets, json_text, write_text
 from shardkit.tools.machine import Machine, load_machine, preset
+from shardkit.tools.quantities import dtype_name
 from shardkit.tools.terminal import progress, terminal
 
 _OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
