@@ -20,6 +20,8 @@ from tests.support import rank_mesh, run_ranks
 class Doubling:
     """A form with a mark on everything that it is asked for: doubles gradients."""
 
+    sums_elsewhere = False
+
     def __init__(self, parameter: DTensor, mesh: DataParallelMesh, dim: int | None) -> None:
         self.shape, self.mesh, self.placements = parameter.shape, mesh.mesh, mesh.placements(dim)
         self.asked: list[str] = []
