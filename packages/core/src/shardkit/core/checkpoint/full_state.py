@@ -42,7 +42,6 @@ class Slot:
     shape: tuple[int, ...]  # of the full tensor
     dtype: torch.dtype
     region: Region
-    mesh: tuple[int, ...]  # ranks of its mesh; none for a plain tensor
     device_type: str  # device type of the shards: the mesh's, even if they are offloaded to CPU
     meta: bool
 
@@ -54,6 +53,7 @@ class Report:
     slots: dict[str, Slot] = field(default_factory=dict)
     objects: tuple[str, ...] = ()
     ties: tuple[tuple[str, ...], ...] = ()
+    meshes: tuple[tuple[int, ...], ...] = ()  # the ranks of each mesh, once: there may be thousands
     fingerprint: str | None = None  # of the source
     values: Fingerprints = field(default_factory=dict)  # of plain parameters
     failure: Exception | None = None
@@ -86,7 +86,9 @@ class ModuleState:
         for name, tensor in self.tensors.items():
             names_of.setdefault(id(tensor), []).append(name)
         ties = tuple(tuple(names) for names in names_of.values() if len(names) > 1)
-        return Report(slots, tuple(self.objects), ties)
+        meshes = dict.fromkeys(one.device_mesh for one in self.tensors.values() if isinstance(one, DTensor))
+        ranks = tuple(tuple(mesh.mesh.flatten().tolist()) for mesh in meshes)
+        return Report(slots, tuple(self.objects), ties, ranks)
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -123,7 +125,7 @@ def _described(report: Report) -> dict[str, str]:
 def _check_meshes(reports: list[Report]) -> None:
     """Raises RuntimeError if no tensor's mesh connects some ranks with others: they may be stages of a pipeline."""
     joined: list[set[int]] = []
-    for ranks in {slot.mesh for report in reports for slot in report.slots.values() if slot.mesh}:
+    for ranks in {mesh for report in reports for mesh in report.meshes}:
         touching = [one for one in joined if not one.isdisjoint(ranks)]
         joined = [one for one in joined if one.isdisjoint(ranks)] + [set(ranks).union(*touching)]
     if len(joined) > 1:
@@ -142,10 +144,8 @@ def _slot_of(name: str, tensor: torch.Tensor) -> Slot:
             f"{getattr(tensor, 'placements', ())} of shape {tuple(tensor.shape)}; "
             "make it with `distribute_tensor`, or give `from_local` its shape and stride"
         )
-    mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
-    ranks = () if mesh is None else tuple(sorted(mesh.mesh.flatten().tolist()))
-    device_type = tensor.device.type if mesh is None else mesh.device_type
-    return Slot(tuple(tensor.shape), tensor.dtype, region, ranks, device_type, local.is_meta)
+    device_type = tensor.device_mesh.device_type if isinstance(tensor, DTensor) else tensor.device.type
+    return Slot(tuple(tensor.shape), tensor.dtype, region, device_type, local.is_meta)
 
 
 def full_state_dict(
