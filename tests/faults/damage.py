@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from shardkit.core.checkpoint import CheckpointError, CheckpointManager, DamagedCheckpointError
 from shardkit.core.checkpoint.command import main as checkpoint_command
-from tests.core.checkpoint_cases import ElasticLoader, Trainee
+from tests.core.checkpoint.trainee import ElasticLoader, Trainee
 from tests.faults.job import STEPS, digest
 from tests.faults.privileges import permissions_hold
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from shardkit.core import clip_grad_norm_, optimizer_step_on_shards
 from shardkit.core.checkpoint import CheckpointManager
-from tests.core.checkpoint_cases import Trainee
+from tests.core.checkpoint.trainee import Trainee
 from tests.faults.injection import Broken, Fault, Injector, spoil
 from tests.support.pool import start_server
 

@@ -38,7 +38,7 @@ def test_a_whole_wheel_has_no_problem(tmp_path: Path):
     [
         ({"shardkit/core/py.typed": None}, "no shardkit/core/py.typed"),
         ({"shardkit_core-0.1.0.dist-info/licenses/LICENSE": None}, "licenses/LICENSE"),
-        ({"tests/core/test_clip.py": ""}, "tests/core/test_clip.py is not part"),
+        ({"tests/core/api/test_clip.py": ""}, "tests/core/api/test_clip.py is not part"),
         ({"shardkit/core/test_clip.py": ""}, "test_clip.py is not part"),
         ({"shardkit_core-0.1.0.dist-info/METADATA": METADATA.replace("0.1.0", "0.2.0")}, "Version is '0.2.0'"),
         ({"shardkit_core-0.1.0.dist-info/METADATA": METADATA.replace("Text\n", "")}, "no description"),

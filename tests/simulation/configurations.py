@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import shardkit.core as ours
-from tests.core.test_subclass_gather import BFloat16OnTheWire
+from tests.core.parameters.test_subclass_gather import BFloat16OnTheWire
 from tests.simulation.device import Stream
 from tests.simulation.model import BlockSpec
 from tests.simulation.races import Checker

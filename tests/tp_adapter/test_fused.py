@@ -17,7 +17,7 @@ import shardkit.core as shardkit
 from shardkit.core.runtime.shared import segment
 from shardkit.tp_adapter import CheckedLoadPlanner, SubBlocks, logical_state_dict
 from shardkit.tp_adapter.boxes import BoxedTensor
-from tests.core.single_process import assert_close
+from tests.core.engine.single_process import assert_close
 from tests.support import rank_mesh, run_ranks
 from tests.tp_adapter.models import HEADS, PROJECTIONS, SPECS, FusedModel, build, shard
 from tests.tp_adapter.test_checkpoints import Trainee

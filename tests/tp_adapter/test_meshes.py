@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
 
 import shardkit.core as shardkit
-from tests.core.single_process import assert_close
+from tests.core.engine.single_process import assert_close
 from tests.support import rank_mesh, run_ranks
 from tests.support.parity import sum_in_rank_order
 from tests.support.trace import Trace, assert_same

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import shardkit.core as shardkit
-from tests.core.single_process import assert_close
+from tests.core.engine.single_process import assert_close
 from tests.support import rank_mesh, run_ranks
 from tests.tp_adapter.models import SPECS, build, shard
 from tests.tp_adapter.test_training import NAMES

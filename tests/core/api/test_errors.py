@@ -1,0 +1,906 @@
+"""Bad input: each error names the parameter, module or group, the value seen and what to do."""
+
+import copy
+import datetime as dt
+import os
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as stock
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import shardkit.core as shardkit
+from shardkit.core import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, fully_shard
+from tests.core.parameters.installed_adapters import no_installed_adapters
+from tests.support import RankFailure, rank_mesh, run_ranks
+from tests.support.models import MLP
+
+
+def _mlp(mesh: DeviceMesh | None = None, **options: Any) -> nn.Module:
+    model = MLP()
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def _step(model: nn.Module) -> None:
+    model(torch.ones(2, 5)).sum().backward()
+
+
+def _run(body: Callable[[int, int], None], world_size: int = 2) -> None:
+    run_ranks(world_size, body)
+
+
+# -- arguments of fully_shard ------------------------------------------------------------------------------------------
+
+
+def _bad_meshes(rank: int, world_size: int) -> None:
+    with pytest.raises(ValueError, match=r"3-D.*dp_mesh_dims"):
+        fully_shard(nn.Linear(3, 3), mesh=rank_mesh((1, 2, 1), ("a", "b", "c")))
+    with pytest.raises(ValueError, match=r"needs axis names.*mesh_dim_names"):
+        fully_shard(nn.Linear(3, 3), mesh=rank_mesh((1, 2)))
+    named = rank_mesh((2, 1), ("dp", "tp"))
+    with pytest.raises(ValueError, match=r"\['data'\].*\('dp', 'tp'\)"):
+        fully_shard(nn.Linear(3, 3), mesh=named, dp_mesh_dims=DataParallelMeshDims(shard="data"))
+    with pytest.raises(ValueError, match=r"\['replica'\].*\('dp', 'tp'\)"):
+        fully_shard(nn.Linear(3, 3), mesh=named, dp_mesh_dims=DataParallelMeshDims(shard="dp", replicate="replica"))
+    with pytest.raises(ValueError, match="names an axis twice"):
+        fully_shard(nn.Linear(3, 3), mesh=named, dp_mesh_dims=DataParallelMeshDims(shard="dp", replicate="dp"))
+    with pytest.raises(ValueError, match="the mesh has no axis names"):
+        fully_shard(nn.Linear(3, 3), mesh=rank_mesh((2,)), dp_mesh_dims=DataParallelMeshDims(shard="dp"))
+    with pytest.raises(TypeError, match=r"DataParallelMeshDims.*str"):
+        fully_shard(nn.Linear(3, 3), mesh=named, dp_mesh_dims="dp")
+    with pytest.raises(TypeError, match=r"mesh must be a DeviceMesh.*ProcessGroup"):
+        fully_shard(nn.Linear(3, 3), mesh=dist.group.WORLD)
+    others = DeviceMesh("cpu", [1 - rank])
+    with pytest.raises(ValueError, match=rf"rank {rank} is not in the mesh DeviceMesh.*; pass a mesh that contains"):
+        fully_shard(nn.Linear(3, 3), mesh=others)
+
+
+def test_meshes() -> None:
+    _run(_bad_meshes)
+
+
+def _bad_modules(rank: int, world_size: int) -> None:
+    with pytest.raises(ValueError, match=r"ModuleList.*no forward"):
+        fully_shard(nn.ModuleList([nn.Linear(3, 3)]))
+    with pytest.raises(ValueError, match=r"ModuleDict.*no forward"):
+        fully_shard(nn.ModuleDict({"a": nn.Linear(3, 3)}))
+    with pytest.raises(ValueError, match="empty list"):
+        fully_shard([])
+    with pytest.raises(TypeError, match="takes a module or a list of modules, got str"):
+        fully_shard(["model"])
+    with pytest.raises(TypeError, match="takes a module or a list of modules, got int"):
+        fully_shard(7)
+    once = fully_shard(nn.Linear(3, 3))
+    with pytest.raises(ValueError, match=r"already called on this FSDPLinear.*sharded once"):
+        fully_shard(once)
+    with pytest.raises(ValueError, match=r"already called on this FSDPLinear"):
+        fully_shard([nn.Linear(3, 3), once])
+    with pytest.raises(RuntimeError, match=r"FSDPLinear cannot be deep-copied.*state_dict"):
+        copy.deepcopy(once)
+    with pytest.raises(RuntimeError, match="cannot be deep-copied"):
+        copy.deepcopy(nn.ModuleDict({"inside": once}))
+    tensor_parallel = nn.Sequential(nn.Linear(4, 4))
+    placed = distribute_tensor(torch.ones(4, 4), rank_mesh((2,)), [Replicate()])
+    tensor_parallel[0].weight = nn.Parameter(placed)
+    with (
+        no_installed_adapters(),
+        pytest.raises(TypeError, match=r"'0\.weight' is already a DTensor.*shardkit-tp-adapter"),
+    ):
+        fully_shard(tensor_parallel)
+    # A refused module is left as it was, so that the call can be made again once the input is repaired.
+    assert type(tensor_parallel) is nn.Sequential
+    assert type(tensor_parallel[0].bias) is nn.Parameter
+    assert not isinstance(tensor_parallel[0].bias, DTensor)
+
+
+def test_modules() -> None:
+    _run(_bad_modules)
+
+
+def _nested() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+
+
+def _inner_modules_come_too_late(rank: int, world_size: int) -> None:
+    text = r"module '{}' is inside this FSDPSequential, which is already sharded.*parameter '{}'.* inner modules first"
+    model = fully_shard(_nested())
+    for modules in (model[1], [nn.ReLU(), model[1]]):
+        with pytest.raises(ValueError, match=text.format("1", r"1\.0\.weight")):
+            fully_shard(modules)
+    model(torch.ones(2, 4)).sum().backward()
+    with pytest.raises(ValueError, match=text.format(r"1\.0", r"1\.0\.weight")):
+        fully_shard(model[1][0])
+    assert [type(module).__name__ for module in model] == ["Linear", "Sequential"]
+    two_calls = _nested()
+    for module in (two_calls[1], two_calls):
+        fully_shard(module)
+    with pytest.raises(ValueError, match=text.format("0", r"0\.weight")):
+        fully_shard(two_calls[1][0])
+
+
+def test_inner_modules_come_too_late() -> None:
+    _run(_inner_modules_come_too_late)
+
+
+def _inner_modules_that_may_come_later(rank: int, world_size: int) -> None:
+    """The call around them has not taken their parameters: ignored, added later, of no parameters, or moved out."""
+    ignored = _nested()
+    fully_shard(ignored, ignored_params=set(ignored[0].parameters()))
+    added = fully_shard(_nested())
+    added[0] = nn.Linear(4, 4)
+    for model in (ignored, added):
+        fully_shard(model[0])
+        model(torch.ones(2, 4)).sum().backward()
+        assert isinstance(model[0].weight.grad, DTensor)
+    fully_shard(added[1][1])
+    adapter = fully_shard(_nested())
+    adapter[0] = nn.Sequential(adapter[0], nn.Linear(4, 4))
+    fully_shard(adapter[0])
+    adapter(torch.ones(2, 4)).sum().backward()
+    assert all(isinstance(layer.weight.grad, DTensor) for layer in adapter[0])
+    shared = nn.Linear(4, 4)
+    blocks = nn.Sequential(nn.Sequential(shared, nn.Linear(4, 4)), nn.Sequential(shared, nn.Linear(4, 4)))
+    for block in (*blocks, blocks):
+        fully_shard(block)
+    blocks(torch.ones(2, 4)).sum().backward()
+    assert isinstance(shared.weight.grad, DTensor)
+    moved = added[1][0]
+    added[1] = nn.Identity()
+    fully_shard(moved)
+
+
+def test_inner_modules_that_may_come_later() -> None:
+    _run(_inner_modules_that_may_come_later)
+
+
+class _Homeless(nn.Module):
+    def __init__(self, attribute: str, value: Any) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        object.__setattr__(self, attribute, value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+def _parameters_of_no_module(rank: int, world_size: int) -> None:
+    stray = nn.Parameter(torch.ones(4, 3))
+    for attribute, value in (("scales", [stray]), ("table", {"a": stray}), ("_hidden", (stray,)), ("bare", stray)):
+        model = nn.Sequential(_Homeless(attribute, value))
+        with pytest.raises(ValueError, match=rf"'0\.{attribute}'.*\(4, 3\).*belongs to no module.*ParameterList"):
+            fully_shard(model)
+        assert not isinstance(model[0].inner.weight, DTensor)
+    fully_shard(nn.Sequential(_Homeless("scales", [stray])), ignored_params={stray})
+    registered = _Homeless("numbers", list(range(5)))
+    registered.known = [registered.inner.weight]
+    fully_shard(registered)
+
+
+def test_parameter_that_belongs_to_no_module() -> None:
+    _run(_parameters_of_no_module)
+
+
+def _bad_policies(rank: int, world_size: int) -> None:
+    for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+        with pytest.raises(ValueError, match=rf"{name} must be a floating-point dtype.*int32"):
+            MixedPrecisionPolicy(**{name: torch.int32})
+    with pytest.raises(ValueError, match=r"param_dtype.*bfloat16"):
+        MixedPrecisionPolicy(param_dtype="bfloat16")
+    with pytest.raises(TypeError, match=r"mp_policy must be a MixedPrecisionPolicy, got torch.bfloat16; pass"):
+        fully_shard(nn.Linear(2, 2), mp_policy=torch.bfloat16)
+    with pytest.raises(TypeError, match=r"offload_policy must be an OffloadPolicy, got True; pass"):
+        fully_shard(nn.Linear(2, 2), offload_policy=True)
+    with pytest.raises(ValueError, match="at least one of shard and replicate"):
+        DataParallelMeshDims()
+    for value, message in (
+        (3, "must divide the 4 ranks"),
+        (8, "must divide the 4 ranks"),
+        (0, "must divide"),
+        (-1, "must divide"),
+        ("yes", "a bool, an int"),
+    ):
+        with pytest.raises(ValueError, match=rf"reshard_after_forward.*{message}"):
+            fully_shard(nn.Linear(2, 2), reshard_after_forward=value)
+    with pytest.raises(ValueError, match=r"S(hard)?\((dim=)?2\).*'weight' of shape \(2, 2\).*between -2 and 1"):
+        fully_shard(nn.Linear(2, 2), shard_placement_fn=lambda parameter: Shard(2))
+    with pytest.raises(TypeError, match=r"returned 0 for parameter 'weight'; expected Shard\(dim\), .* or None"):
+        fully_shard(nn.Linear(2, 2), shard_placement_fn=lambda parameter: 0)
+
+
+def test_policies() -> None:
+    _run(_bad_policies, world_size=4)
+
+
+def _bad_settings(rank: int, world_size: int) -> None:
+    model = _mlp()
+    for depth in (-1, 1.0, True, None):
+        with pytest.raises(ValueError, match=r"prefetch depth must be an int >= 0"):
+            model.set_prefetch_depth(depth)
+    for method in (model.set_modules_to_forward_prefetch, model.set_modules_to_backward_prefetch):
+        with pytest.raises(ValueError, match=rf"{method.__name__} got a Linear in place 1 of its list, expected"):
+            method([model.blocks[0], model.inp])
+        with pytest.raises(TypeError, match=rf"{method.__name__} got 'blocks\.0', expected a list of modules"):
+            method("blocks.0")
+        with pytest.raises(TypeError, match=rf"{method.__name__} got a FSDPBlock, expected a list"):
+            method(model.blocks[0])
+        with pytest.raises(ValueError, match=rf"{method.__name__} got '0' in place 1 of its list"):
+            method([model.blocks[0], "0"])
+    for name, setting in (
+        ("set_requires_gradient_sync", "requires_gradient_sync"),
+        ("set_requires_all_reduce", "requires_all_reduce"),
+        ("set_is_last_backward", "is_last_backward"),
+        ("set_force_sum_reduction_for_comms", "enable"),
+        ("set_reduce_scatter_unused_params", "reduce_scatter_unused_params"),
+        ("set_reshard_after_backward", "reshard_after_backward"),
+        ("set_keep_unsharded_storage", "keep"),
+        ("set_unshard_in_backward", "unshard_in_backward"),
+    ):
+        with pytest.raises(ValueError, match=rf"^{setting}='last', expected True or False; pass"):
+            getattr(model, name)("last")
+    model.set_requires_gradient_sync(np.bool_(True))
+    model.set_is_last_backward(torch.tensor(True))
+    model.set_reshard_after_backward(1)
+    for factor in (0, -2.0):
+        with pytest.raises(ValueError, match=r"divide factor must be a positive number"):
+            model.set_gradient_divide_factor(factor)
+    with pytest.raises(TypeError, match="max_input_buffers must be an int"):
+        model.set_reduce_scatter_max_input_buffers(1.5)
+    with pytest.raises(ValueError, match="max_input_buffers must be at least 1"):
+        model.set_reduce_scatter_max_input_buffers(0)
+    with pytest.raises(ValueError, match="takes a bool"):
+        model.set_reshard_after_forward(2)
+    with pytest.raises(NotImplementedError, match="NCCL"):
+        model.set_symm_mem_for_comm("MPI")
+    _step(model)
+    with pytest.raises(RuntimeError, match=r"on the root, 'blocks\.1' is below it"):
+        model.blocks[1].reset_iter_state()
+
+
+def test_settings() -> None:
+    _run(_bad_settings)
+
+
+def _depth_below_the_root(rank: int, world_size: int) -> None:
+    model = _mlp()
+    model.blocks[1].set_prefetch_depth(2)
+    with pytest.raises(RuntimeError, match=r"set_prefetch_depth.*'blocks\.1'.*root FSDPMLP.*call it there"):
+        _step(model)
+    model.set_prefetch_depth(2)
+    _step(model)
+
+
+def test_prefetch_depth_below_the_root() -> None:
+    _run(_depth_below_the_root)
+
+
+class _OneWeight(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        self.second.weight = self.first.weight
+
+
+def _tied_unlike(rank: int, world_size: int) -> None:
+    for options in (
+        {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)},
+        {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float64)},
+        {"offload_policy": CPUOffloadPolicy()},
+        {"mesh": rank_mesh((2, 1), ("replicate", "shard"))},
+    ):
+        for first, second in ((options, {}), ({}, options)):
+            model = _OneWeight()
+            fully_shard(model.first, **first)
+            with pytest.raises(ValueError, match=r"'weight' is tied to one that an earlier.*Give both calls the same"):
+                fully_shard(model.second, **second)
+            assert type(model.second) is nn.Linear
+
+
+def test_tied_parameters_with_different_policies() -> None:
+    _run(_tied_unlike)
+
+
+def _twice(api: Any, mesh: DeviceMesh) -> None:
+    api.fully_shard(api.fully_shard(nn.Linear(2, 2), mesh=mesh), mesh=mesh)
+
+
+def _copied(api: Any, mesh: DeviceMesh) -> None:
+    copy.deepcopy(api.fully_shard(nn.Linear(2, 2), mesh=mesh))
+
+
+def _never_materialized(api: Any, mesh: DeviceMesh) -> None:
+    api.fully_shard(nn.Linear(2, 2, device="meta"), mesh=mesh)(torch.ones(1, 2))
+
+
+def _root_second(api: Any, mesh: DeviceMesh) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    api.fully_shard(model[0], mesh=mesh)
+    api.fully_shard(model, mesh=mesh)
+    model[0](torch.ones(1, 2))
+    model(torch.ones(1, 2))
+
+
+def _missing_key(api: Any, mesh: DeviceMesh) -> None:
+    api.fully_shard(nn.Linear(2, 2), mesh=mesh).load_state_dict({})
+
+
+def _no_such_method(api: Any, mesh: DeviceMesh) -> None:
+    api.register_fsdp_forward_method(api.fully_shard(nn.Linear(2, 2), mesh=mesh), "generate")
+
+
+REFUSED_BY_STOCK: dict[str, Callable[[Any, DeviceMesh], object]] = {
+    "a list": lambda api, mesh: api.fully_shard(nn.ModuleList([nn.Linear(2, 2)]), mesh=mesh),
+    "a dict": lambda api, mesh: api.fully_shard(nn.ModuleDict({"a": nn.Linear(2, 2)}), mesh=mesh),
+    "twice": _twice,
+    "a copy": _copied,
+    "3-D": lambda api, mesh: api.fully_shard(nn.Linear(2, 2), mesh=rank_mesh((1, 2, 1), ("a", "b", "c"))),
+    "2-D without names": lambda api, mesh: api.fully_shard(nn.Linear(2, 2), mesh=rank_mesh((1, 2))),
+    "3 of 2": lambda api, mesh: api.fully_shard(nn.Linear(2, 2), mesh=mesh, reshard_after_forward=3),
+    "int later": lambda api, mesh: api.fully_shard(nn.Linear(2, 2), mesh=mesh).set_reshard_after_forward(2),
+    "meta": _never_materialized,
+    "root second": _root_second,
+    "missing key": _missing_key,
+    "no such method": _no_such_method,
+}
+
+
+def _like_stock(rank: int, world_size: int) -> None:
+    for case, refused in REFUSED_BY_STOCK.items():
+        kinds = []
+        for api in (stock, shardkit):
+            with pytest.raises((AssertionError, ValueError, TypeError, RuntimeError)) as caught:
+                refused(api, rank_mesh((world_size,)))
+            kinds.append(caught.type)
+        expected, seen = kinds
+        assert seen is not AssertionError, case
+        assert seen is expected or expected is AssertionError, f"{case}: {expected} from stock, {seen} from ours"
+
+
+def test_what_stock_refuses_is_refused() -> None:
+    """Ours raises an exception of the same type, unless stock's is an AssertionError."""
+    _run(_like_stock)
+
+
+# -- errors of the first forward ---------------------------------------------------------------------------------------
+
+
+def _meta_and_moved(rank: int, world_size: int) -> None:
+    with torch.device("meta"):
+        model = MLP()
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    with pytest.raises(RuntimeError, match=r"'inp\.weight' is still on the meta device.*materialize"):
+        _step(model)
+    model.reset_iter_state()
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.fill_(0.5)
+    _step(model)
+    assert all(p.grad is not None for p in model.parameters())
+    assert not any(group.is_unsharded for module in model.modules() for group in getattr(module, "_groups", list)())
+
+    model.blocks[1].to("meta")
+    with pytest.raises(RuntimeError, match=r"'blocks\.1\.scale' is still on the meta device"):
+        _step(model)
+
+
+def test_parameters_on_the_meta_device() -> None:
+    _run(_meta_and_moved)
+
+
+def _disagree(rank: int, world_size: int, how: str) -> None:
+    torch.manual_seed(0)
+    first, second = nn.Linear(6, 6), nn.Linear(6, 6)
+    odd = rank == world_size - 1
+    options: dict[str, Any] = {}
+    if how == "shape" and odd:
+        second = nn.Linear(6, 8)
+    if how == "dtype" and odd:
+        second = second.double()
+    if how == "dim" and odd:
+        options["shard_placement_fn"] = lambda parameter: Shard(parameter.ndim - 1)
+    if how == "frozen" and odd:
+        second.weight.requires_grad_(False)
+    if how == "missing" and odd:
+        second.bias = None
+    model = nn.Sequential(first, second)
+    order = [1, 0] if how == "order" and odd else [0, 1]
+    if how == "order":
+        model = nn.Module()
+        for index in order:
+            model.add_module(f"layer{index}", (first, second)[index])
+        model.forward = lambda x: model.layer1(model.layer0(x))
+    if how == "sharded":
+        for block in (first,) if odd else (first, second):
+            fully_shard(block)
+    if how == "grouped":
+        for part in ([first, second],) if odd else (first, second):
+            fully_shard(part)
+    fully_shard(model, **options)
+    model(torch.ones(2, 6))
+
+
+@pytest.mark.parametrize(
+    ("how", "seen"),
+    [
+        ("shape", r"rank 0 has '1\.weight' of shape \(6, 6\).*rank 2 has '1\.weight' of shape \(8, 6\)"),
+        ("dtype", r"rank 0 has '1\.weight'.*float32.*rank 2 has '1\.weight'.*float64"),
+        ("dim", r"rank 0 has '0\.weight'.*sharded on dim 0.*rank 2 has '0\.weight'.*sharded on dim 1"),
+        ("frozen", r"requires_grad=True, .*rank 2 has '1\.weight'.*requires_grad=False"),
+        ("missing", r"rank 0 has '1\.bias'.*rank 2 has no further parameter"),
+        ("order", r"rank 0 has 'layer0\.weight'.*rank 2 has 'layer1\.weight'"),
+        ("sharded", r"rank 0 has '0\.weight'.*begins with '0\.weight', rank 2 has '1\.weight'.*in the root's group"),
+        ("grouped", r"'1\.weight'.*that begins with '1\.weight', rank 2 has '1\.weight'.*that begins with '0\.weight'"),
+    ],
+)
+def test_ranks_that_disagree(how: str, seen: str) -> None:
+    with pytest.raises(RankFailure) as caught:
+        run_ranks(3, _disagree, how)
+    assert sorted(error.rank for error in caught.value.errors) == [0, 1, 2]
+    for error in caught.value.errors:
+        assert re.search(seen, error.message), error.message
+        assert "Every rank must build the same model and call fully_shard on the same modules" in error.message
+
+
+def _disagree_on_one_axis(rank: int, world_size: int) -> None:
+    """The first axis of the mesh shows rank 3's difference to rank 2, the second one to rank 1; rank 0 sees neither."""
+    odd = rank == 3
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 8 if odd else 6))
+    with pytest.raises(RuntimeError, match=r"'1\.weight' of shape \(6, 6\).*rank 3 has '1\.weight' of shape \(8, 6\)"):
+        fully_shard(model, mesh=rank_mesh((2, 2), ("replicate", "shard")))(torch.ones(2, 6))
+
+
+def test_all_ranks_of_a_2d_mesh_hear_of_a_difference() -> None:
+    run_ranks(4, _disagree_on_one_axis)
+
+
+def _half_disagrees(rank: int, world_size: int) -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6, bias=rank < 2))
+    with pytest.raises(RuntimeError, match=r"rank 2 has no further parameter \(2 of 4 ranks differ from rank 0\)"):
+        fully_shard(model)(torch.ones(2, 6))
+
+
+def test_the_number_of_ranks_that_differ_is_told() -> None:
+    run_ranks(4, _half_disagrees)
+
+
+def _skips_the_root(rank: int, world_size: int) -> None:
+    model = _mlp()
+    model.blocks[1](torch.ones(2, 7))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"'blocks\.1' ran forward.*outermost sharded module"):
+            _step(model)
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(self.a(x))
+
+    grouped = Two()
+    fully_shard([grouped.a, grouped.b])
+    fully_shard(grouped)
+    with pytest.raises(RuntimeError, match=r"\['FSDPLinear', 'FSDPLinear'\].*contains them all"):
+        grouped.a(torch.ones(1, 2))
+    # Nothing is left over from the refused forward.
+    grouped(torch.ones(1, 2)).sum().backward()
+    assert isinstance(grouped.a.weight, DTensor)
+    assert grouped.b.weight.grad is not None
+
+
+def test_forward_that_skips_the_root() -> None:
+    _run(_skips_the_root)
+
+
+def _early_optimizer(rank: int, world_size: int, foreach: bool) -> None:
+    model = MLP()
+    original = model.inp.weight
+    early = torch.optim.SGD(model.parameters(), lr=0.1, foreach=foreach)
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    _step(model)
+    with pytest.raises(RuntimeError, match=r"SGD holds a plain tensor for parameter 'inp\.weight'.*after fully_shard"):
+        early.step()
+    late = torch.optim.SGD(model.parameters(), lr=0.1, foreach=foreach)
+    before = model.inp.weight.to_local().clone()
+    late.step()
+    assert not torch.equal(before, model.inp.weight.to_local()) or before.numel() == 0
+
+    late.add_param_group({"params": [original]})
+    with pytest.raises(RuntimeError, match=r"'inp\.weight'"):
+        late.step()
+
+    out = model(torch.ones(2, 5))  # the root's parameters are unsharded until backward
+    during = torch.optim.SGD(model.parameters(), lr=0.1)
+    out.sum().backward()
+    with pytest.raises(RuntimeError, match=r"'inp\.weight'"):
+        during.step()
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+def test_optimizer_built_too_early(foreach: bool) -> None:
+    run_ranks(2, _early_optimizer, foreach)
+
+
+# -- state dicts -------------------------------------------------------------------------------------------------------
+
+
+def _bad_state_dicts(rank: int, world_size: int) -> None:
+    model = _mlp()
+    good = model.state_dict()
+
+    missing = {fqn: value for fqn, value in good.items() if fqn != "blocks.1.scale"}
+    with pytest.raises(RuntimeError, match=r'(?s)Missing key.*"blocks\.1\.scale"'):
+        model.load_state_dict(missing)
+    result = model.load_state_dict(missing, strict=False)
+    assert result.missing_keys == ["blocks.1.scale"]
+
+    extra = {**good, "blocks.1.shift": torch.ones(2)}
+    with pytest.raises(RuntimeError, match=r'(?s)Unexpected key.*"blocks\.1\.shift"'):
+        model.load_state_dict(extra)
+    assert model.load_state_dict(extra, strict=False).unexpected_keys == ["blocks.1.shift"]
+
+    misshapen = {**good, "blocks.0.up.weight": distribute_tensor(torch.ones(4, 7), rank_mesh((2,)), [Shard(0)])}
+    with pytest.raises(RuntimeError, match=r"(?s)size mismatch for blocks\.0\.up\.weight.*\[4, 7\].*\[13, 7\]"):
+        model.load_state_dict(misshapen)
+
+    plain = {**good, "blocks.0.up.weight": torch.ones(13, 7), "out.bias": torch.ones(1)}
+    for assign in (False, True):
+        with pytest.raises(RuntimeError) as caught:
+            model.load_state_dict(plain, assign=assign)
+        for fqn in ("blocks.0.up.weight", "out.bias"):
+            assert re.search(rf"'{fqn}' is a plain tensor.*load_full_state_dict", str(caught.value)), caught.value
+
+    elsewhere = {**good, "inp.weight": distribute_tensor(torch.ones(7, 5), rank_mesh((2,)), [Shard(1)])}
+    model.load_state_dict(elsewhere)  # DTensor redistributes
+    assert torch.equal(model.inp.weight.full_tensor(), torch.ones(7, 5))
+    refused = r"'inp\.weight' was replaced by a DTensor.*dim=1.*expected.*dim=0"
+    with pytest.raises(ValueError, match=refused):
+        model.load_state_dict(elsewhere, assign=True)
+    with pytest.raises(ValueError, match=refused):
+        _step(model)
+    model.reset_iter_state()
+    model.load_state_dict(good, assign=True)
+    _step(model)
+    assert model.inp.weight.grad is not None
+
+
+def test_state_dicts() -> None:
+    _run(_bad_state_dicts)
+
+
+def _replaced(rank: int, world_size: int) -> None:
+    model = _mlp()
+    original = model.blocks[2].scale
+    model.blocks[2].scale = nn.Parameter(torch.ones(7))
+    with pytest.raises(ValueError, match=r"'blocks\.2\.scale' was replaced by a plain tensor of shape \(7,\).*DTensor"):
+        _step(model)
+    model.reset_iter_state()
+    model.blocks[2].scale = original
+    _step(model)
+    assert original.grad is not None
+
+    longer = distribute_tensor(torch.ones(9), rank_mesh((2,)), [Shard(0)])
+    model.blocks[2].scale = nn.Parameter(longer)
+    with pytest.raises(ValueError, match=r"'blocks\.2\.scale' was replaced by.* \(9,\).*expected shape \(7,\)"):
+        _step(model)
+    model.reset_iter_state()
+    cut_otherwise = DTensor.from_local(torch.ones(2), rank_mesh((2,)), [Shard(0)], shape=(7,), stride=(1,))
+    model.blocks[2].scale = nn.Parameter(cut_otherwise)
+    length = original.to_local().numel()
+    with pytest.raises(ValueError, match=rf"'blocks\.2\.scale' has a local shard.*\(2,\).*expected \({length},\)"):
+        _step(model)
+    model.reset_iter_state()
+    model.blocks[2].scale = original
+
+    # While the root's parameters are unsharded an assignment must not be lost either.
+    model(torch.ones(2, 5))
+    model.out.bias = nn.Parameter(torch.ones(1))
+    with pytest.raises(ValueError, match=r"'out\.bias' was replaced by a plain tensor"):
+        _step(model)
+
+
+def test_parameter_replaced_by_a_plain_one() -> None:
+    _run(_replaced)
+
+
+# -- communication -----------------------------------------------------------------------------------------------------
+
+
+class _WrongSize:
+    def allocate(self, size: tuple[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(size[0] + 1, dtype=dtype, device=device)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        raise AssertionError("must not run")
+
+
+def _custom_of_wrong_size(rank: int, world_size: int) -> None:
+    model = _mlp()
+    model.blocks[1].set_custom_all_gather(_WrongSize())
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"blocks\.1: _WrongSize\.allocate returned \d+ elements, expected \d+"):
+            _step(model)
+        model.reset_iter_state()
+
+    model = _mlp()
+    model.blocks[1].set_custom_reduce_scatter(_WrongSize())
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"blocks\.1: _WrongSize\.allocate returned \d+ elements, expected \d+"):
+            _step(model)
+        with pytest.raises(RuntimeError, match="reset_iter_state"):
+            _step(model)
+        model.reset_iter_state()
+
+
+def test_custom_communication_of_a_wrong_size() -> None:
+    _run(_custom_of_wrong_size)
+
+
+class _Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, order: str) -> Tensor:
+        for name in order.split():
+            x = getattr(self, name)(x)
+        return x
+
+
+def _branches(mesh: DeviceMesh | None = None) -> nn.Module:
+    model = _Branches()
+    fully_shard(model.left, mesh=mesh)
+    fully_shard(model.right, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def _another_order(rank: int, world_size: int) -> None:
+    os.environ["SHARDKIT_DEBUG"] = "order"
+    model = _branches()
+    model.set_prefetch_depth(0)
+    model(torch.ones(2, 4), "left right").sum().backward()
+    with pytest.raises(RuntimeError) as caught:
+        model(torch.ones(2, 4), "left right" if rank else "right left")
+    text = str(caught.value)
+    assert re.search(r"rank 0: .*all-gather of 'right'(\n|$)", text), text
+    assert re.search(r"rank 1: .*all-gather of 'left'(\n|$)", text), text
+    assert "same modules in the same order" in text
+    assert "reduce-scatter of 'left." in text
+
+
+def test_another_order_is_reported() -> None:
+    _run(_another_order)
+
+
+class _Repeats(nn.Module):
+    """Runs its third block as often as it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(4, 4) for _ in range(4)])
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, times: int) -> Tensor:
+        for index, block in enumerate(self.blocks):
+            for _ in range(times if index == 2 else 1):
+                x = block(x)
+        return self.head(x)
+
+
+def _two_steps(model: nn.Module, times: int) -> None:
+    for _ in range(2):
+        model(torch.ones(2, 4), times).sum().backward()
+
+
+def _repeats_a_block(rank: int, world_size: int) -> None:
+    """The rank that runs less waits at the end of forward until its peers have read its shards."""
+    os.environ["SHARDKIT_DEBUG"] = "order"
+    model = _Repeats()
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    model.set_prefetch_depth(0)  # else a block that runs twice in a row is gathered once
+    _two_steps(model, times=1)
+    with pytest.raises(RuntimeError, match=r"rank 1: .*all-gather of 'blocks\.2'\n") as caught:
+        _two_steps(model, times=1 + rank)
+    assert re.search(r"rank 0: .*all-gather of 'blocks\.3'\n", str(caught.value)), caught.value
+
+
+def test_a_block_that_one_rank_repeats_is_reported() -> None:
+    _run(_repeats_a_block)
+
+
+def _ends_early(rank: int, world_size: int) -> None:
+    os.environ["SHARDKIT_DEBUG"] = "order"
+    group = dist.new_group(list(range(world_size)), timeout=dt.timedelta(seconds=4))
+    model = _branches(DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp",)))
+    model(torch.ones(2, 4), "left right").sum().backward()
+    if rank == 0:
+        with pytest.raises(RuntimeError, match=r"reached all-gather of 'left.*a peer did not reach.*newest last: "):
+            model(torch.ones(2, 4), "left right")
+
+
+def test_order_check_names_where_a_rank_waits_for_one_that_ended() -> None:
+    run_ranks(2, _ends_early, isolated=True)
+
+
+def _skips_a_block(rank: int, world_size: int) -> None:
+    group = dist.new_group(list(range(world_size)), timeout=dt.timedelta(seconds=4))
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp",))
+    model = _branches(mesh)
+    model(torch.ones(2, 4), "left right").sum().backward()
+    if rank == 0:
+        with pytest.raises(RuntimeError, match=r"^right: all-gather.*(waiting for its peers|launching)"):
+            model(torch.ones(2, 4), "right")
+
+
+def test_timeout_names_the_waiting_group() -> None:
+    run_ranks(2, _skips_a_block, isolated=True)
+
+
+class _Mixture(nn.Module):
+    """Experts of one shape in one group; ranks choose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor, chosen: tuple[int, ...]) -> Tensor:
+        return sum((torch.tanh(self.experts[index](x)) for index in chosen), x)
+
+
+def _choose_differently(rank: int, world_size: int, shared: bool, apart: bool, chosen: tuple[int, ...]) -> None:
+    os.environ["SHARDKIT_SHARED_MEMORY"] = str(int(shared))
+    group = dist.new_group(list(range(world_size)), timeout=dt.timedelta(seconds=4))
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp",))
+    model = _Mixture()
+    for expert in model.experts if apart else ():
+        fully_shard(expert, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    expected = r"^experts\.[01]: all-gather" if apart else r"^FSDP_Mixture: reduce-scatter"
+    with pytest.raises(RuntimeError, match=expected) as caught:
+        model(torch.ones(2, 4), (chosen[rank],)).sum().backward()
+    text = str(caught.value)
+    assert "same modules in the same order" in text or "'experts.0.weight' and" in text or "losed" in text, text
+    if shared and not apart:
+        assert "set_reduce_scatter_unused_params(True)" in text
+
+
+@pytest.mark.daily(apart=[False])
+@pytest.mark.parametrize("apart", [False, True], ids=["one group", "a group each"])
+@pytest.mark.parametrize("shared", [False, True], ids=["network", "shared memory"])
+def test_ranks_that_choose_other_experts_are_told(shared: bool, apart: bool) -> None:
+    """Gradients and weights of one expert are not taken for another's of the same size."""
+    run_ranks(2, _choose_differently, shared, apart, (0, 1), isolated=True)
+
+
+class _Keeps(nn.Module):
+    """Computes with a reference to its weight that sharding does not replace."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        weight = self.linear.weight
+        ways: dict[str, Callable[[Tensor], Tensor]] = {
+            "list": lambda x: nn.functional.linear(x, self.kept[0]),
+            "view": lambda x: x @ self.turned,
+            "closure": lambda x: nn.functional.linear(x, weight),
+        }
+        self.kept, self.turned, self.way = [weight], weight.t(), ways[way]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.way(x) + self.linear.bias
+
+
+def _computes_with_the_original(rank: int, world_size: int, way: str) -> None:
+    model = fully_shard(nn.Sequential(_Keeps(way), nn.Linear(4, 4)))
+    with pytest.raises(RuntimeError, match=r"plain tensor that was parameter '0\.linear\.weight' before fully_shard"):
+        model(torch.ones(2, 4)).sum().backward()
+
+
+@pytest.mark.parametrize("way", ["list", "view", "closure"])
+def test_a_weight_kept_from_before_sharding(way: str) -> None:
+    run_ranks(2, _computes_with_the_original, way)
+
+
+def _completed_later(rank: int, world_size: int, steps_before: int) -> None:
+    ignored = nn.Linear(4, 4)
+    model = nn.Sequential(nn.Linear(4, 4), ignored, nn.Linear(4, 4))
+    fully_shard(model, ignored_params=set(ignored.parameters()))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(steps_before):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    model[2] = nn.Linear(4, 2)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(RuntimeError, match=r"this SGD trains parameter '2\.weight', which was added to FSDPSequential"):
+        optimizer.step()
+    fully_shard(model[2])
+    torch.optim.SGD(model[0].parameters(), lr=0.1).step()
+
+
+@pytest.mark.parametrize("steps_before", [0, 1])
+def test_a_module_that_came_after_sharding(steps_before: int) -> None:
+    run_ranks(2, _completed_later, steps_before)
+
+
+def _hook_of_another_shape(rank: int, world_size: int) -> None:
+    model = _mlp()
+    next(model.parameters()).register_hook(lambda gradient: gradient.to_local())
+    with pytest.raises(
+        RuntimeError, match=r"a gradient hook of parameter '[a-z.]+' returned Tensor .*expected a DTensor"
+    ):
+        _step(model)
+
+
+def test_a_gradient_hook_that_returns_no_dtensor() -> None:
+    _run(_hook_of_another_shape)
+
+
+class _Embeds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = nn.Parameter(torch.zeros(4))
+        self.tokens = nn.Embedding(8, 4, sparse=True)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.tokens(ids) + self.position
+
+
+def _sparse_gradient(rank: int, world_size: int, sync: bool) -> None:
+    model = nn.Sequential(_Embeds(), nn.Linear(4, 4))
+    fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
+    model.set_requires_gradient_sync(sync)
+    ids = torch.arange(3)
+    if not sync:
+        model(ids).sum().backward()
+        model.set_requires_gradient_sync(True)
+    with pytest.raises(RuntimeError, match=r"gradient of parameter '0\.tokens\.weight' is sparse .*sparse=False"):
+        model(ids).sum().backward()
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_a_sparse_gradient(sync: bool) -> None:
+    run_ranks(2, _sparse_gradient, sync)
+
+
+def _offload_moved_back(rank: int, world_size: int) -> None:
+    model = _mlp(offload_policy=CPUOffloadPolicy())
+    _step(model)
+    model.to("meta")
+    with pytest.raises(RuntimeError, match=r"'inp\.weight' is still on the meta device"):
+        _step(model)
+
+
+def test_offloaded_parameters_moved() -> None:
+    _run(_offload_moved_back)
+
+
+def _unusable_method(rank: int, world_size: int) -> None:
+    from shardkit.core import register_fsdp_forward_method
+
+    model = _mlp()
+    with pytest.raises(ValueError, match=r"FSDPMLP has no method 'generate'"):
+        register_fsdp_forward_method(model, "generate")
+    mesh = init_device_mesh("cpu", (2,))
+    register_fsdp_forward_method(nn.Linear(2, 2), "generate")  # no-op, as in stock
+    assert mesh.size() == 2
+
+
+def test_registering_a_method_that_is_not_there() -> None:
+    _run(_unusable_method)

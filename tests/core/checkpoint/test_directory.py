@@ -1,0 +1,482 @@
+"""`directory.py`: which checkpoints stay, and how two runs in one directory may affect each other."""
+
+import builtins
+import contextlib
+import errno
+import fcntl
+import io
+import logging
+import os
+import re
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardkit.core.checkpoint import CheckpointError, CheckpointManager, DamagedCheckpointError, TrainingState
+from shardkit.core.checkpoint.command import main
+from shardkit.core.checkpoint.directory import CheckpointDirectory, remove_unless_written, sync_directory, writing_in
+from shardkit.core.checkpoint.plan import Piece, Plan
+from shardkit.core.checkpoint.saving import Header, Image, Save
+from tests.core.checkpoint.test_format import flip
+
+
+def test_retention_spares_what_was_just_saved(tmp_path: Path):
+    """A run that goes back to an older checkpoint must not lose the checkpoints that it saves from there."""
+    state = TrainingState(torch.nn.Linear(3, 2))
+    manager = CheckpointManager(tmp_path)
+    for step in (5, 6, 8):
+        manager.save(step, state, blocking=True)
+    manager = CheckpointManager(tmp_path, keep=1)
+    manager.restore(state, step=6)
+    manager.save(7, state, blocking=True)
+    assert [one.step for one in manager.checkpoints()] == [7, 8]
+    manager.save(8, state, blocking=True)
+    assert [one.step for one in manager.checkpoints()] == [8]
+
+
+def test_fallback_leaves_a_good_checkpoint(tmp_path: Path):
+    """The newest one is damaged. Checkpoints that are saved after the fallback stay, and can be restored."""
+    state = TrainingState(torch.nn.Linear(3, 2))
+    manager = CheckpointManager(tmp_path)
+    for step in (6, 8):
+        manager.save(step, state, blocking=True)
+    flip(tmp_path / "step-000008" / "__0_0.distcp")
+    manager = CheckpointManager(tmp_path, keep=1)
+    for expected in (6, 7):
+        restored = manager.restore(state, fallback=True)
+        assert restored is not None and restored.step == expected
+        manager.save(7, state, blocking=True)
+
+
+def to_save(values: torch.Tensor) -> tuple[Plan, Image]:
+    piece = Piece(("model", "w"), values.dtype, tuple(values.shape), (0,) * values.ndim, tuple(values.shape))
+    return Plan(told=[piece], values=[values]), Image([piece], pinned=False)
+
+
+def test_another_manager_spares_what_is_being_written(tmp_path: Path):
+    """A job that only reads the directory, such as an evaluation, must not end a save that a run has in progress."""
+    directory = CheckpointDirectory(tmp_path)
+    first, second = (
+        Save(directory, "ab", Header(1, 2, {}), rank, *to_save(torch.arange(4.0) + rank), None, timeout=60)
+        for rank in (0, 1)
+    )
+    first.start()
+    assert first.await_part() is None
+    assert CheckpointManager(tmp_path).checkpoints() == []
+    second.start()
+    assert second.await_commit() is None and first.await_commit() is None
+    (found,) = directory.complete()
+    assert found.step == 1
+    files = sorted(path.name for path in found.path.iterdir())
+    assert files == [".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json"]
+
+
+def test_what_dead_runs_have_left_goes(tmp_path: Path):
+    (tmp_path / "step-000002").mkdir()
+    for name in ("1.ab.incomplete", "1.cd.deleted", "2.ab.replaced", "3.ab.replaced"):
+        (tmp_path / f".step-00000{name}").mkdir()
+        (tmp_path / f".step-00000{name}" / "part-0.json").write_text("")
+    CheckpointManager(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000002", "step-000003"]
+
+
+def test_what_another_run_has_removed_first_is_no_error(tmp_path: Path):
+    remove_unless_written(tmp_path / ".step-000001.ab.incomplete", tmp_path / ".step-000001.ab.deleted")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_new_directories_are_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Each entry on the way to a checkpoint is synced in the directory that it lies in."""
+    synced, fsync = [], os.fsync
+
+    def noted(descriptor: int) -> None:
+        synced.append(str(Path(f"/proc/self/fd/{descriptor}").readlink()))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    path = tmp_path / "a" / "b" / "c"
+    CheckpointManager(path).save(1, TrainingState(torch.nn.Linear(1, 1)), blocking=True)
+    for made in (path, path.parent, path.parent.parent):
+        assert str(made.parent) in synced
+    assert synced[-1] == str(path)
+    assert [Path(one).name.split(".")[-1] for one in synced[-5:-1]] == ["distcp", "metadata", "json", "incomplete"]
+
+
+def test_a_checkpoint_that_cannot_be_replaced_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    state = TrainingState(torch.nn.Linear(1, 1))
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, state, blocking=True)
+    rename = Path.rename
+
+    def failing(source: Path, target: Path) -> Path:
+        if source.name.endswith(".incomplete"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return rename(source, target)
+
+    monkeypatch.setattr(Path, "rename", failing)
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        manager.save(1, state, blocking=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
+
+
+def _in_use(*arguments: object, **options: object) -> None:
+    raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY))
+
+
+@pytest.mark.parametrize("again", ["a later save", "the next run"])
+def test_what_cannot_be_removed_fails_no_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: str):
+    """As on a network file system, where a file that someone reads stays under another name until it is closed."""
+    state = TrainingState(torch.nn.Linear(1, 1))
+    manager = CheckpointManager(tmp_path, keep=1)
+    manager.save(1, state, blocking=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rmdir", _in_use)
+        manager.save(1, state, blocking=True)
+        manager.save(2, state, blocking=True)
+    assert [one.step for one in manager.checkpoints()] == [2]
+    assert sorted(path.name.split(".")[-1] for path in tmp_path.iterdir()) == ["deleted", "deleted", "step-000002"]
+    if again == "the next run":
+        CheckpointManager(tmp_path)
+        assert [path.name for path in tmp_path.iterdir()] == ["step-000002"]
+    manager.save(3, state, blocking=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000003"]
+
+
+def test_what_has_lost_its_name_goes_later_if_that_is_not_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    state = TrainingState(torch.nn.Linear(1, 1))
+    manager = CheckpointManager(tmp_path, keep=1)
+    manager.save(1, state, blocking=True)
+
+    def failing(path: Path) -> None:
+        if list(tmp_path.glob(".*.deleted")):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        sync_directory(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("shardkit.core.checkpoint.directory.sync_directory", failing)
+        manager.save(2, state, blocking=True)
+    (left,) = tmp_path.glob(".step-000001.*.deleted")
+    assert (left / "manifest.json").exists(), "it could come back, and without its files"
+    manager.save(3, state, blocking=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000003"]
+
+
+def test_a_checkpoint_that_is_there_has_been_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """A save succeeds even if the directory cannot be read to find old checkpoints to delete."""
+    state = TrainingState(torch.nn.Linear(1, 1))
+    manager = CheckpointManager(tmp_path, keep=1)
+    manager.save(1, state, blocking=True)
+    scandir = os.scandir
+
+    def failing(path: Any) -> Any:
+        if path == tmp_path and (tmp_path / "step-000002").exists():
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return scandir(path)
+
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
+        patch.setattr(os, "scandir", failing)
+        manager.save(2, state, blocking=True)
+    assert f"{tmp_path}: could not delete old checkpoints ({tmp_path} cannot be read: Stale" in caplog.text
+    assert [one.step for one in manager.checkpoints()] == [1, 2]
+    manager.save(3, state, blocking=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000003"]
+
+
+def test_a_disk_that_fails_is_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    """Then `fallback` takes the checkpoint before, which may lie elsewhere on the disk."""
+    state = TrainingState(torch.nn.Linear(1, 1))
+    manager = CheckpointManager(tmp_path)
+    for step in (1, 2):
+        manager.save(step, state, blocking=True)
+    preadv = os.preadv
+
+    def failing(descriptor: int, *arguments: Any) -> int:
+        if "step-000002" in str(Path(f"/proc/self/fd/{descriptor}").readlink()):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return preadv(descriptor, *arguments)
+
+    monkeypatch.setattr(os, "preadv", failing)
+    restored = manager.restore(state, fallback=True)
+    (warned,) = caplog.messages
+    aside = r"it is kept as \S+/step-000002.damaged, and \S+/step-000001 was restored"
+    assert re.match(r"skipped a damaged checkpoint: restoring .*: \S+__0_0.distcp cannot be read .*; " + aside, warned)
+    assert restored is not None and restored.step == 1
+    assert "__0_0.distcp cannot be read from byte 0 on: Input/output error" in restored.damaged[0]
+
+
+def test_what_nobody_may_remove_hides_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A run has died in the directory. An evaluation that may only read it still finds the checkpoints."""
+    state = TrainingState(torch.nn.Linear(1, 1))
+    CheckpointManager(tmp_path).save(1, state, blocking=True)
+    (tmp_path / ".step-000002.ab.incomplete").mkdir()
+
+    def refused(source: Path, target: Path) -> Path:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", refused)
+        assert CheckpointManager(tmp_path).restore(state).step == 1
+
+
+def calls_of(monkeypatch: pytest.MonkeyPatch, action: Callable[[], object]) -> list[str]:
+    """The system calls on files, in order, without the tokens and process ids in file names."""
+    seen: list[str] = []
+
+    def name(path: Any) -> str:
+        path = Path(f"/proc/self/fd/{path}").readlink() if isinstance(path, int) else Path(path)
+        return re.sub(r"(?<=\.)([0-9a-f]{12}|\d+)\.(?=[a-z])", "", path.name)
+
+    def noted(call: str) -> Callable[..., Any]:
+        original = getattr(os, call)
+
+        def wrapper(path: Any, *rest: Any, **options: Any) -> Any:
+            seen.append(" ".join([call, name(path), *(name(one) for one in rest[:1] if call == "rename")]))
+            return original(path, *rest, **options)
+
+        return wrapper
+
+    opened = io.open
+
+    def written(path: Any, mode: str = "r", *rest: Any, **options: Any) -> Any:
+        if not isinstance(path, int) and set(mode) & set("wxa+"):
+            seen.append(f"write {name(path)}")
+        return opened(path, mode, *rest, **options)
+
+    with monkeypatch.context() as patch:
+        for call in ("rename", "unlink", "rmdir", "fsync"):
+            patch.setattr(os, call, noted(call))
+        patch.setattr(io, "open", written)
+        patch.setattr(builtins, "open", written)
+        action()
+    return seen
+
+
+def test_a_save_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Each step of a save is on disk before the next one depends on it, wherever the machine is switched off.
+
+    A checkpoint of this step is there, and an older one is to go.
+    """
+    state = TrainingState(torch.nn.Linear(1, 1))
+    manager = CheckpointManager(tmp_path, keep=2)
+    for step in (1, 2, 3):
+        manager.save(step, state, blocking=True)
+    manager = CheckpointManager(tmp_path, keep=1)
+    seen = calls_of(monkeypatch, lambda: manager.save(3, state, blocking=True))
+    removals = [number for number, one in enumerate(seen) if one.split()[0] in ("unlink", "rmdir")]
+    kept = [one for one in seen if one.split()[0] not in ("unlink", "rmdir")]
+    here = tmp_path.name
+    assert kept == [
+        "fsync __0_0.distcp",
+        "write part-0.json.tmp",
+        "rename part-0.json.tmp part-0.json",
+        "fsync .metadata",
+        "fsync manifest.json",
+        "fsync .step-000003.incomplete",
+        "rename step-000003 .step-000003.replaced",
+        "rename .step-000003.incomplete step-000003",
+        f"fsync {here}",
+        "rename .step-000003.replaced .step-000003.deleted",
+        f"fsync {here}",
+        "rename step-000002 .step-000002.deleted",
+        f"fsync {here}",
+    ]
+    assert seen.index("unlink part-0.json") == removals[0] == seen.index("fsync .step-000003.incomplete") - 1
+    synced = [number for number, one in enumerate(seen) if one == f"fsync {here}"]
+    assert min(number for number in removals[1:]) > synced[1], "no file goes before its checkpoint has lost its name"
+    assert seen.index("rmdir .step-000002.deleted") > synced[2] > seen.index("rmdir .step-000003.deleted")
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000003"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "files", "named"),
+    [
+        (["reshard", "--ranks=2"], [".metadata", "__0_0.distcp", "__1_0.distcp"], ["rename x.partial x"]),
+        (["export"], ["model.safetensors"], ["rename x.partial x"]),
+        (["export", "--to=torch"], ["checkpoint.pt"], ["rename checkpoint.pt x", "rmdir x.partial"]),
+    ],
+    ids=str,
+)
+def test_what_is_written_offline_is_on_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], files: list[str], named: list[str]
+):
+    CheckpointManager(tmp_path).save(1, TrainingState(torch.nn.Linear(1, 1)), blocking=True)
+    command = [arguments[0], str(tmp_path), str(tmp_path / "x"), *arguments[1:]]
+    seen = [one for one in calls_of(monkeypatch, lambda: main(command)) if not one.startswith("write ")]
+    synced = seen.index("fsync x.partial")
+    assert {f"fsync {one}" for one in files} <= set(seen[:synced])
+    assert seen[synced + 1 :] == ["unlink journal.jsonl", *named, f"fsync {tmp_path.name}"]
+
+
+def test_all_of_a_file_is_written_before_it_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A file of torch.save has its full length from the beginning, so the test compares its values."""
+    model = torch.nn.Linear(3, 2)
+    CheckpointManager(tmp_path / "run").save(1, TrainingState(model), blocking=True)
+    synced, fsync = [], os.fsync
+
+    def noted(descriptor: int) -> None:
+        path = Path(f"/proc/self/fd/{descriptor}").readlink()
+        if path.suffix == ".pt":
+            synced.append(torch.load(path, weights_only=True))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "x.pt"), "--to=torch"]) == 0
+    assert [torch.equal(one["weight"], model.weight) and torch.equal(one["bias"], model.bias) for one in synced] == [
+        True
+    ]
+
+
+def test_a_checkpoint_that_is_being_replaced_is_not_brought_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Another manager opens the directory between the two renames: the run goes on, and its new checkpoint stays."""
+    state = TrainingState(torch.nn.Linear(1, 1))
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, state, info={"saved": "first"}, blocking=True)
+    rename, seen = Path.rename, []
+
+    def interrupted(source: Path, target: Path) -> Path:
+        if source.name.endswith(".incomplete"):
+            seen.append(CheckpointManager(tmp_path).checkpoints())
+        return rename(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", interrupted)
+        manager.save(1, state, info={"saved": "second"}, blocking=True)
+    assert seen == [[]]
+    restored = manager.restore(state)
+    assert restored is not None and restored.info == {"saved": "second"}
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
+
+
+def test_one_that_died_between_the_renames_is_brought_back(tmp_path: Path):
+    """The new checkpoint may be incomplete as far as anyone can tell, so the old one comes back."""
+    state = TrainingState(torch.nn.Linear(1, 1))
+    CheckpointManager(tmp_path).save(1, state, info={"saved": "first"}, blocking=True)
+    shutil.copytree(tmp_path / "step-000001", tmp_path / ".step-000001.ab.incomplete")
+    (tmp_path / "step-000001").rename(tmp_path / ".step-000001.ab.replaced")
+    restored = CheckpointManager(tmp_path).restore(state)
+    assert restored is not None and restored.info == {"saved": "first"}
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
+
+
+def test_old_checkpoints_that_cannot_be_renamed_fail_no_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """One belongs to another user, and one disappears during the check. The others are deleted all the same."""
+    state = TrainingState(torch.nn.Linear(1, 1))
+    manager = CheckpointManager(tmp_path)
+    for step in (1, 2, 3):
+        manager.save(step, state, blocking=True)
+    manager = CheckpointManager(tmp_path, keep=1)
+    rename = Path.rename
+
+    def failing(source: Path, target: Path) -> Path:
+        if source.name == "step-000001":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        if source.name == "step-000002":
+            shutil.rmtree(source)
+        return rename(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", failing)
+        manager.save(4, state, blocking=True)
+    assert [one.step for one in manager.checkpoints()] == [1, 4]
+    manager.save(5, state, blocking=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000005"]
+
+
+def test_where_locks_do_not_hold_a_writer_loses_its_name_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """As on some network file systems: a save may fail then, but a checkpoint without all its files has no name."""
+
+    def unknown(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", unknown)
+    directory = CheckpointDirectory(tmp_path)
+    save = Save(directory, "ab", Header(1, 2, {}), 0, *to_save(torch.arange(4.0)), None, timeout=60)
+    save.start()
+    assert save.await_part() is None
+    seen = calls_of(monkeypatch, directory.clean)
+    assert seen[0] == "rename .step-000001.ab.incomplete .step-000001.ab.deleted"
+    save.abandon("gone")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_forked_worker_holds_no_lock(tmp_path: Path):
+    """A loader's worker that was forked during a save has the descriptor too, and outlives the writer."""
+    hidden = tmp_path / ".step-000001.ab.incomplete"
+    with writing_in(hidden):
+        remove_unless_written(hidden, tmp_path / "doomed")
+        assert hidden.exists()
+        worker = os.fork()
+        if worker == 0:
+            signal.pause()
+    try:
+        remove_unless_written(hidden, tmp_path / "doomed")
+        assert list(tmp_path.iterdir()) == []
+    finally:
+        os.kill(worker, signal.SIGKILL)
+        os.waitpid(worker, 0)
+
+
+def test_the_first_writer_to_be_done_leaves_the_lock_to_the_others(tmp_path: Path):
+    hidden = tmp_path / ".step-000001.ab.incomplete"
+    first, second = contextlib.ExitStack(), contextlib.ExitStack()
+    first.enter_context(writing_in(hidden))
+    with second:
+        second.enter_context(writing_in(hidden))
+        first.close()
+        remove_unless_written(hidden, tmp_path / "doomed")
+        assert hidden.exists()
+    remove_unless_written(hidden, tmp_path / "doomed")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_was_found_damaged_keeps_nothing_from_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A second damaged checkpoint of one step gets another name, which is on disk before the run goes on."""
+    state = TrainingState(torch.nn.Linear(1, 1))
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, state, blocking=True)
+    for aside in ("step-000002.damaged", "step-000002.damaged1"):
+        manager.save(2, state, blocking=True)
+        flip(tmp_path / "step-000002" / "__0_0.distcp")
+        seen = calls_of(monkeypatch, lambda: manager.restore(state, fallback=True))
+        assert seen == [f"rename step-000002 {aside}", f"fsync {tmp_path.name}"]
+        assert (tmp_path / aside / "manifest.json").exists()
+
+
+def test_a_file_that_is_short_is_found_before_anything_is_filled_in(tmp_path: Path):
+    """The sizes of all files are checked first, so the state stays unchanged, even the values in undamaged files."""
+    model = torch.nn.Linear(4, 2)
+    CheckpointManager(tmp_path / "one").save(1, TrainingState(model), blocking=True)
+    assert main(["reshard", str(tmp_path / "one"), str(tmp_path / "two" / "step-000001"), "--ranks", "2"]) == 0
+    torch.nn.init.zeros_(model.weight)
+    data = tmp_path / "two" / "step-000001" / "__1_0.distcp"
+    for size in (data.stat().st_size - 1, data.stat().st_size + 1):
+        os.truncate(data, size)
+        for source in (None, data.parent):
+            with pytest.raises(DamagedCheckpointError, match=rf"__1_0.distcp has {size} bytes, \d+ were written"):
+                CheckpointManager(tmp_path / "two").restore(TrainingState(model), source=source)
+            assert not model.weight.any()
+    data.unlink()
+    with pytest.raises(DamagedCheckpointError, match=r"__1_0\.distcp is missing"):
+        CheckpointManager(tmp_path / "two").restore(TrainingState(model))
+    assert not model.weight.any()
+
+
+def test_a_checkpoint_under_another_name_is_none(tmp_path: Path):
+    """It was renamed by hand, or has another checkpoint's files: the run would go on from the wrong step."""
+    state = TrainingState(torch.nn.Linear(1, 1))
+    manager = CheckpointManager(tmp_path)
+    for step in (1, 2):
+        manager.save(step, state, blocking=True)
+    (tmp_path / "step-000002").rename(tmp_path / "step-000003")
+    (tmp_path / "step-000009").symlink_to(tmp_path / "step-000001")
+    with pytest.raises(DamagedCheckpointError, match=r"manifest\.json is of step 2: renamed, or swapped"):
+        manager.restore(state)
+    restored = manager.restore(state, fallback=True)
+    assert restored is not None and restored.step == 1

@@ -1,0 +1,460 @@
+"""The format on disk: stock reads ours and we read stock's, and damage of any kind is found and named."""
+
+import copyreg
+import hashlib
+import os
+import pickle
+import shutil
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.distributed.fsdp as stock
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from shardkit.core.checkpoint import CheckpointError, CheckpointManager, DamagedCheckpointError, TrainingState
+from shardkit.core.checkpoint.directory import open_index
+from shardkit.core.checkpoint.index import BLOCK_BYTES, File
+from shardkit.core.checkpoint.saving import write_file
+from shardkit.core.checkpoint.stock_metadata import unpickle_metadata
+from shardkit.core.checkpoint.torch_files import archive_of
+from shardkit.core.checkpoint.verified_file import BlockSums
+from shardkit.core.checkpoint.writers import DataFile
+from tests.core.checkpoint.trainee import Trainee, differences
+from tests.support import run_ranks
+
+
+def stock_model(api: Any, mesh: Any, seed: int) -> Any:
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 3, bias=False))
+    api(model[0], mesh=mesh)
+    api(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(torch.randn(4, 7)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def stock_state(model: Any, optimizer: Any) -> dict[str, Any]:
+    return {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+
+
+def whole(model: Any, optimizer: Any) -> dict[str, Any]:
+    tensors = {f"model.{name}": value for name, value in get_model_state_dict(model).items()}
+    state = get_optimizer_state_dict(model, optimizer)
+    for name, values in state["state"].items():
+        tensors |= {f"{name}.{key}": value for key, value in values.items()}
+    tensors = {name: getattr(value, "full_tensor", lambda value=value: value)() for name, value in tensors.items()}
+    return {**{name: value.clone() for name, value in tensors.items()}, "groups": state["param_groups"]}
+
+
+def interchange(rank: int, world_size: int, path: Path, direction: str) -> list[str]:
+    from shardkit.core import fully_shard
+    from tests.support import rank_mesh
+
+    mesh = rank_mesh((world_size,), ("shard",))
+    ours, theirs = stock_model(fully_shard, mesh, 1), stock_model(stock.fully_shard, mesh, 2)
+    if direction == "ours to stock":
+        with CheckpointManager(path) as manager:
+            manager.save(1, TrainingState(*ours))
+        state = stock_state(*theirs)
+        dcp.load(state, checkpoint_id=path / "step-000001")
+        set_model_state_dict(theirs[0], state["model"])
+        set_optimizer_state_dict(*theirs, state["optimizer"])
+        return differences(whole(*theirs), whole(*ours))
+    dcp.save(stock_state(*theirs), checkpoint_id=path / "stock")
+    dist.barrier()
+    restored = CheckpointManager(path / "none").restore(TrainingState(*ours), source=path / "stock")
+    assert restored is not None and restored.step is None
+    return differences(whole(*ours), whole(*theirs))
+
+
+@pytest.mark.parametrize("direction", ["ours to stock", "stock to ours"])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_interchange_with_stock(tmp_path: Path, direction: str, world_size: int):
+    assert run_ranks(world_size, interchange, tmp_path, direction) == [[]] * world_size
+
+
+def save_twice(rank: int, world_size: int, path: Path) -> Any:
+    trainee = Trainee((world_size,), seed=1)
+    states = []
+    with CheckpointManager(path) as manager:
+        for step in (1, 2):
+            trainee.train(1)
+            manager.save(step, trainee.state)
+            states.append(trainee.full())
+    return states
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
+    """Checkpoints of two steps on two ranks, and the states that they hold."""
+    path = tmp_path_factory.mktemp("saved")
+    return path, run_ranks(2, save_twice, path)[0]
+
+
+def test_torch_reads_every_archive_and_every_value(saved: tuple[Path, list[Any]]):
+    """Stock's own reader, over all chunks, against the values that were saved."""
+    path, (_, expected) = saved
+    state = {
+        "model": {name[6:]: torch.zeros_like(value) for name, value in expected.items() if name.startswith("model.")},
+        "loader": {"1": {"position": None, "workers": {"list": [torch.zeros(3, dtype=torch.int64), {"x": None}]}}},
+    }
+    dcp.load(state, checkpoint_id=path / "step-000002", no_dist=True)
+    assert (
+        differences(
+            {f"model.{name}": value for name, value in state["model"].items()},
+            {name: value for name, value in expected.items() if name.startswith("model.")},
+        )
+        == []
+    )
+    assert state["loader"]["1"]["workers"]["list"][1] == {"x": (1, "y")}
+    assert state["loader"]["1"]["position"] >= 100
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (3, 5), (2, 1, 4), (0, 3)], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.uint8]
+)
+def test_an_archive_is_what_torch_saves(tmp_path: Path, dtype: torch.dtype, shape: tuple[int, ...]):
+    tensor = torch.randint(0, 2, shape).to(dtype)
+    archive = archive_of(dtype, shape)
+    data = archive.head + bytes(tensor.contiguous().view(-1).view(torch.uint8).tolist()) + archive.tail
+    (tmp_path / "archive").write_bytes(data)
+    read = torch.load(tmp_path / "archive", weights_only=True)
+    assert differences(read, tensor) == []
+    assert len(data) == archive.length
+
+
+def checksums(data: bytes) -> tuple[str, ...]:
+    blocks = (data[at : at + BLOCK_BYTES] for at in range(0, len(data), BLOCK_BYTES))
+    return tuple(hashlib.sha256(block).hexdigest()[:32] for block in blocks)
+
+
+@pytest.mark.parametrize("sizes", [(0,), (5,), (BLOCK_BYTES,), (BLOCK_BYTES + 1,), (7, BLOCK_BYTES - 7, 3), (1,) * 20])
+def test_blocks_over_parts(tmp_path: Path, sizes: tuple[int, ...]):
+    parts = [os.urandom(size) for size in sizes]
+    told: list[int] = []
+    (tmp_path / "file").write_bytes(bytes(2 * BLOCK_BYTES))  # must be overwritten
+    file = write_file(tmp_path / "file", parts, told.append)
+    assert (tmp_path / "file").read_bytes() == b"".join(parts)
+    assert file == File("file", sum(sizes), checksums(b"".join(parts))) and sum(told) == sum(sizes)
+
+
+def test_what_the_system_takes_bit_by_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A write may end early, as one of more than 2 GiB does."""
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:100_000]))
+    data = os.urandom(BLOCK_BYTES + 5)
+    write_file(tmp_path / "file", [data], lambda _: None)
+    assert (tmp_path / "file").read_bytes() == data
+
+
+def test_a_file_whose_hashing_fails_is_not_written_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    hashed = BlockSums.add
+
+    def add(sums: BlockSums, data: Any) -> None:
+        if sums.nbytes:
+            raise MemoryError("no memory left")
+        hashed(sums, data)
+
+    monkeypatch.setattr(BlockSums, "add", add)
+    with pytest.raises(MemoryError, match="no memory left"):
+        write_file(tmp_path / "file", [b"one", b"two"], lambda _: None)
+
+
+def test_a_file_is_written_where_no_thread_can_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    written = write_file(tmp_path / "file", [b"one", b"two"], lambda _: None)
+    assert written.blocks == checksums(b"onetwo")
+
+
+_VERIFIED_AT_THE_END = """
+import atexit, pathlib, sys
+from shardkit.core.checkpoint.index import File
+from shardkit.core.checkpoint.verified_file import checksum, verify
+
+path = pathlib.Path(sys.argv[1])
+file = File(path.name, path.stat().st_size, (checksum(path.read_bytes()),))
+atexit.register(lambda: (verify(path.parent, file), print("verified")))
+"""
+
+
+def test_a_file_is_read_while_the_interpreter_ends(tmp_path: Path):
+    path = tmp_path / "file"
+    path.write_bytes(bytes(1000))
+    command = [sys.executable, "-c", _VERIFIED_AT_THE_END, str(path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.stdout == "verified\n", ended.stderr
+
+
+@pytest.mark.parametrize(
+    "sizes", [(), (5,), (BLOCK_BYTES,), (BLOCK_BYTES + 1,), (7, BLOCK_BYTES - 7, 3), (9, 2 * 2**20)]
+)
+def test_blocks_of_a_file_that_is_written_offline(tmp_path: Path, sizes: Any):
+    """Also of a file that an earlier attempt began, and of which it wrote more than it noted."""
+    parts = [os.urandom(size) for size in sizes]
+    whole = b"".join(parts)
+    for begun in (0, len(whole) // 2):
+        (tmp_path / "file").write_bytes(whole[:begun] + b"more" * bool(begun))
+        file = DataFile(tmp_path / "file", begun, sealed=True)
+        file.append(memoryview(whole)[begun:])
+        assert (tmp_path / "file").read_bytes() == whole
+        assert file.finish() == File("file", len(whole), checksums(whole))
+    file = DataFile(tmp_path / "file", 0, sealed=True)
+    for part in parts:
+        file.append(part)
+    assert file.finish().blocks == checksums(whole)
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+
+
+def swap(path: Path) -> None:
+    other = path.with_name("__0_0.distcp" if path.name == "__1_0.distcp" else "__1_0.distcp")
+    data = path.read_bytes()
+    path.write_bytes(other.read_bytes().ljust(len(data), b"\0")[: len(data)])
+
+
+def link(path: Path) -> None:
+    path.rename(path.with_name("elsewhere"))
+    path.symlink_to(path.with_name("elsewhere"))
+
+
+def pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    "truncated": truncate,
+    "flipped": flip,
+    "missing": Path.unlink,
+    "swapped": swap,
+    "link": link,
+    "pipe": pipe,
+}
+
+
+def try_damaged(rank: int, world_size: int, path: Path) -> Any:
+    trainee = Trainee((world_size,), seed=3)
+    manager = CheckpointManager(path)
+    with pytest.raises(DamagedCheckpointError) as refused:
+        manager.restore(trainee.state)
+    restored = manager.restore(trainee.state, fallback=True)
+    return str(refused.value), restored.step, restored.damaged, trainee.full()
+
+
+@pytest.mark.parametrize("file", ["__1_0.distcp", "manifest.json"])
+@pytest.mark.parametrize("how", DAMAGES)
+def test_damage_is_named_and_passed_over(tmp_path: Path, saved: tuple[Path, list[Any]], file: str, how: str):
+    source, (before, _) = saved
+    shutil.copytree(source, tmp_path, dirs_exist_ok=True)
+    damaged = tmp_path / "step-000002" / file
+    DAMAGES[how](damaged)
+    for text, step, passed_over, seen in run_ranks(2, try_damaged, tmp_path):
+        assert str(damaged) in text
+        assert text.endswith(
+            "; pass fallback=True to take the checkpoint before it, or copy its files again from where they are intact"
+        )
+        assert step == 1 and len(passed_over) == 1 and str(damaged) in passed_over[0]
+        assert differences(seen, before) == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000001", "step-000002.damaged"]
+
+
+def test_every_flipped_byte_is_found(tmp_path: Path, saved: tuple[Path, list[Any]]):
+    """A hundred flips over each file of a checkpoint, read as a whole."""
+    from shardkit.core.checkpoint.verified_file import verify
+
+    path = tmp_path / "step-000002"
+    shutil.copytree(saved[0] / "step-000002", path)
+    index = open_index(path)
+    for file in index.files.values():
+        original = (path / file.name).read_bytes()
+        for at in range(0, len(original), max(1, len(original) // 100)):
+            data = bytearray(original)
+            data[at] ^= 1 << (at % 8)
+            (path / file.name).write_bytes(data)
+            with pytest.raises(DamagedCheckpointError, match=f"{file.name} is damaged: bytes 0 to"):
+                verify(path, file)
+        (path / file.name).write_bytes(original)
+        verify(path, file)
+
+
+class _Exploit:
+    def __reduce__(self) -> Any:
+        return (os.system, ("touch /tmp/shardkit-exploited",))
+
+
+def test_stock_metadata_runs_nothing(tmp_path: Path):
+    dcp.save({"model": {"weight": torch.ones(3)}}, checkpoint_id=tmp_path, no_dist=True)
+    assert list(open_index(tmp_path).tensors) == ["model.weight"]
+    for payload in (pickle.dumps(_Exploit()), b"", b"\x80\x02]q\x00."):
+        (tmp_path / ".metadata").write_bytes(payload)
+        with pytest.raises(CheckpointError, match=r"\.metadata"):
+            open_index(tmp_path)
+    assert not Path("/tmp/shardkit-exploited").exists()
+
+
+_ENCODING = b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\n"
+
+
+@pytest.mark.parametrize("builtins", [b"builtins", b"__builtin__"])  # the latter below pickle's protocol 3
+def test_members_of_enumerations_may_be_named(builtins: bytes):
+    """Python 3.11.2 writes them as `getattr(enumeration, name)`, other versions by their value."""
+    by_name = b"c" + builtins + b"\ngetattr\n" + _ENCODING + b"X\x17\x00\x00\x00TORCH_CONTIGUOUS_FORMAT\x86R."
+    by_value = _ENCODING + b"K\x00\x85R."
+    assert type(unpickle_metadata(by_name)) is type(unpickle_metadata(by_value))
+    with pytest.raises(pickle.UnpicklingError, match=r"attribute '__subclasses__' of .*StorageMeta"):
+        unpickle_metadata(
+            b"cbuiltins\ngetattr\nctorch.distributed.checkpoint.metadata\nStorageMeta\n"
+            b"X\x0e\x00\x00\x00__subclasses__\x86R."
+        )
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("builtins", "eval"),
+        ("torch", "load"),
+        ("torch", "float32.__class__"),
+        ("torch.serialization", "load"),
+        ("torch.distributed.checkpoint.filesystem", "FileSystemWriter"),
+        ("pathlib", "os"),
+        ("os", "system"),
+    ],
+)
+def test_stock_metadata_is_made_of_nothing_but_its_own_classes(module: str, name: str):
+    """Other names of the same modules are refused. A dtype is allowed."""
+    assert unpickle_metadata(b"ctorch\nfloat32\n.") is torch.float32
+    with pytest.raises(pickle.UnpicklingError, match=f"{module}.{name} is not allowed in the metadata"):
+        unpickle_metadata(f"c{module}\n{name}\n.".encode())
+
+
+def test_stock_metadata_takes_no_extensions():
+    """Codes of copyreg lead past the list of classes, if this process has seen them before."""
+    copyreg.add_extension("posix", "getcwd", 240)
+    try:
+        data = pickle.dumps(os.getcwd, 2)
+        assert pickle.loads(data) is os.getcwd
+        with pytest.raises(pickle.UnpicklingError, match="EXT1 is not allowed in a checkpoint"):
+            unpickle_metadata(data)
+    finally:
+        copyreg.remove_extension("posix", "getcwd", 240)
+        copyreg.clear_extension_cache()
+
+
+def test_stock_metadata_changes_no_class():
+    """A pickle may set attributes of whatever it names."""
+    path = b"ctorch.distributed.checkpoint.metadata\nMetadata\n"
+    made = unpickle_metadata(b"\x80\x02" + path + b"(N}X\x07\x00\x00\x00planted" + b"K\x01stb.")
+    assert made.planted == 1
+    assert not hasattr(Metadata, "planted")
+
+
+@pytest.mark.parametrize("opcode", [b"r" + struct.pack("<I", 10**7), b"p10000000\n"], ids=["LONG_BINPUT", "PUT"])
+def test_stock_metadata_asks_for_no_memory(opcode: bytes):
+    """The memo of an unpickler is as long as its largest index."""
+    with pytest.raises(pickle.UnpicklingError, match=r"memo number 10000000 in a pickle of \d+ bytes"):
+        unpickle_metadata(b"\x80\x02N" + opcode + b".")
+
+
+def changed(path: Path, change: Callable[[Any], None]) -> Path:
+    """A directory of stock's with two tensors, whose metadata has been changed."""
+    dcp.save({"model": {"a": torch.ones(3), "b": torch.zeros(3)}}, checkpoint_id=path, no_dist=True)
+    metadata = dcp.FileSystemReader(path).read_metadata()
+    change(metadata)
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    return path
+
+
+def test_stock_paths_that_contradict_their_names(tmp_path: Path):
+    """Otherwise two tensors would be read into one."""
+    path = changed(tmp_path / "x", lambda metadata: metadata.planner_data.update({"model.a": ("model", "b")}))
+    assert open_index(path).paths == {"model.a": ("model.a",), "model.b": ("model", "b")}
+
+
+def test_stock_files_that_are_transformed(tmp_path: Path):
+    def change(metadata: Any) -> None:
+        for info in metadata.storage_data.values():
+            info.transform_descriptors = ("stream.zstd",)
+
+    with pytest.raises(
+        CheckpointError, match=r"model\.a: is transformed by \('stream\.zstd',\), which is not supported"
+    ):
+        open_index(changed(tmp_path / "x", change))
+
+
+def test_stock_metadata_that_tells_of_more_than_there_is(tmp_path: Path):
+    path = changed(tmp_path / "x", lambda metadata: metadata.storage_data.clear())
+    with pytest.raises(
+        DamagedCheckpointError, match=r"model\.a: the metadata lists a chunk at \(0,\), and no file that"
+    ):
+        open_index(path)
+
+
+def test_stock_metadata_of_a_dtype_that_is_none(tmp_path: Path):
+    """It is refused even for a tensor without elements, where nothing else would reveal it."""
+
+    def change(metadata: Any) -> None:
+        described = metadata.state_dict_metadata["model.a"]
+        described.size, described.chunks, described.properties.dtype = torch.Size([0]), [], "x"
+
+    with pytest.raises(DamagedCheckpointError, match=r"model\.a: dtype 'x'"):
+        open_index(changed(tmp_path / "x", change))
+
+
+def test_stock_files_that_are_links(tmp_path: Path):
+    path = changed(tmp_path / "x", lambda metadata: None)
+    link(path / "__0_0.distcp")
+    with pytest.raises(DamagedCheckpointError, match=r"__0_0\.distcp does not exist, or is not a file"):
+        open_index(path)
+
+
+@pytest.mark.parametrize("name", ["../outside.distcp", "../none.distcp"])
+def test_stock_metadata_leads_nowhere_else(tmp_path: Path, name: str):
+    """The error is the same whether or not a file is there."""
+
+    def change(metadata: Any) -> None:
+        for info in metadata.storage_data.values():
+            info.relative_path = name
+
+    inside = changed(tmp_path / "inside", change)
+    shutil.copy(inside / "__0_0.distcp", tmp_path / "outside.distcp")
+    with pytest.raises(CheckpointError, match=f"file name '{name}': expected a plain name"):
+        open_index(inside)
+
+
+def test_names_that_are_none(tmp_path: Path):
+    dcp.save({"a": torch.ones(2)}, checkpoint_id=tmp_path, no_dist=True)
+    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    metadata.state_dict_metadata = {False: metadata.state_dict_metadata["a"]}
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(DamagedCheckpointError, match="False where a name should be"):
+        open_index(tmp_path)

@@ -1,0 +1,351 @@
+"""`CheckpointManager`: state comes back on the same ranks and on others; state that cannot be saved is refused."""
+
+import errno
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardkit.core.checkpoint import CheckpointError, CheckpointManager, DamagedCheckpointError, TrainingState
+from tests.core.checkpoint.trainee import ElasticLoader, Loader, Trainee, differences
+from tests.support import run_ranks
+
+
+def exact_resume(rank: int, world_size: int, path: Path, shape: tuple[int, ...]) -> list[str]:
+    """Three steps, a save, two steps; and another run that restores and takes the same two."""
+    straight = Trainee(shape, seed=1)
+    straight.train(3)
+    with CheckpointManager(path) as manager:
+        manager.save(3, straight.state, info={"note": [1, "two"]})
+        straight.train(2)  # while the writer is at work
+    expected, expected_own = straight.full(), straight.own()
+
+    other = Trainee(shape, seed=2)
+    other.train(1)
+    restored = CheckpointManager(path).restore(other.state)
+    assert restored is not None
+    assert (restored.step, restored.info, restored.world_size) == (3, {"note": [1, "two"]}, world_size)
+    other.train(2)
+    found = differences(other.full(), expected) + differences(other.own(), expected_own, "own")
+    return found + differences(other.losses[1:], straight.losses[3:], "losses")
+
+
+@pytest.mark.parametrize(("world_size", "shape"), [(1, (1,)), (2, (2,)), (3, (3,)), (4, (2, 2))], ids=str)
+def test_a_resumed_run_is_the_same_to_the_last_bit(tmp_path: Path, world_size: int, shape: tuple[int, ...]):
+    assert run_ranks(world_size, exact_resume, tmp_path, shape, seed_per_rank=True) == [[]] * world_size
+
+
+def save_trained(rank: int, world_size: int, path: Path, shape: tuple[int, ...], kind: type[Loader]) -> Any:
+    trainee = Trainee(shape, seed=1, loader_kind=kind)
+    trainee.train(2)
+    with CheckpointManager(path) as manager:
+        manager.save(2, trainee.state)
+    return trainee.full(), trainee.loader.position
+
+
+def restore_elsewhere(rank: int, world_size: int, path: Path, again: Path, shape: tuple[int, ...]) -> Any:
+    trainee = Trainee(shape, seed=2, loader_kind=ElasticLoader)
+    trainee.train(1)
+    assert CheckpointManager(path).restore(trainee.state) is not None
+    seen, position = trainee.full(), trainee.loader.position
+    with CheckpointManager(again) as manager:
+        manager.save(2, trainee.state)
+    trainee.train(1)  # training goes on after a restore
+    return seen, position
+
+
+def test_any_ranks_to_any_ranks(tmp_path: Path):
+    """2x2 -> 3 -> 1 -> 4 -> 2: uneven shards, empty shards, replicas."""
+    expected, positions = zip(*run_ranks(4, save_trained, tmp_path / "0", (2, 2), ElasticLoader), strict=True)
+    total = sum(positions)
+    for number, shape in enumerate([(3,), (1,), (4,), (2,)]):
+        world_size = shape[0]
+        for seen, position in run_ranks(
+            world_size, restore_elsewhere, tmp_path / str(number), tmp_path / str(number + 1), shape
+        ):
+            assert differences(seen, expected[0]) == []
+            assert position == total
+        total *= world_size
+
+
+def refused_position(rank: int, world_size: int, path: Path) -> str:
+    trainee = Trainee((world_size,), loader_kind=Loader)
+    with pytest.raises(CheckpointError) as refused:
+        CheckpointManager(path).restore(trainee.state)
+    return str(refused.value)
+
+
+def test_positions_of_other_ranks_are_not_guessed(tmp_path: Path):
+    run_ranks(2, save_trained, tmp_path, (2,), Loader)
+    for text in run_ranks(1, refused_position, tmp_path):
+        assert "'loader' was saved separately by 2 ranks, and there are 1 now" in text
+        assert "load_state_dicts" in text
+
+
+def before_the_first_step(rank: int, world_size: int, path: Path) -> list[str]:
+    fresh, other = Trainee((world_size,), seed=1), Trainee((world_size,), seed=2)
+    other.train(2)
+    with CheckpointManager(path) as manager:
+        manager.save(0, fresh.state)
+        manager.restore(other.state)
+    assert not other.optimizer.state
+    other.losses.clear()
+    other.train(2)
+    torch.manual_seed(0)
+    CheckpointManager(path).restore(fresh.state)
+    fresh.train(2)
+    return differences(other.full(), fresh.full()) + differences(other.losses, fresh.losses)
+
+
+def test_an_optimizer_that_has_not_stepped(tmp_path: Path):
+    assert run_ranks(2, before_the_first_step, tmp_path) == [[]] * 2
+
+
+def keep_two(rank: int, world_size: int, path: Path) -> Any:
+    trainee = Trainee((world_size,))
+    with CheckpointManager(path, keep=2, every=2) as manager:
+        assert manager.restore(trainee.state) is None
+        due = []
+        for step in range(1, 8):
+            trainee.train(1)
+            if manager.due(step):
+                due.append(step)
+                manager.save(step, trainee.state)
+        progress = manager.progress
+        assert progress is not None and progress.step == 6 and progress.total_bytes > 0
+        manager.wait()
+        assert manager.progress is None
+        manager.save(6, trainee.state, info={"again": True}, blocking=True)  # one of this step is there
+        steps = [one.step for one in manager.checkpoints()]
+        restored = manager.restore(trainee.state)
+        older = manager.restore(trainee.state, step=4)
+        with pytest.raises(CheckpointError, match=r"no checkpoint of step 5, only of \[4, 6\]"):
+            manager.restore(trainee.state, step=5)
+    return due, steps, restored.info, older.step
+
+
+def test_retention_listing_and_progress(tmp_path: Path):
+    assert run_ranks(2, keep_two, tmp_path) == [([2, 4, 6], [4, 6], {"again": True}, 4)] * 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000004", "step-000006"]
+    names = sorted(path.name for path in (tmp_path / "step-000006").iterdir())
+    assert names == [".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json"]
+
+
+def refused_states(rank: int, world_size: int, path: Path) -> list[str]:
+    trainee = Trainee((world_size,))
+    manager = CheckpointManager(path)
+    texts = []
+
+    class Odd:
+        def __init__(self, value: Any) -> None:
+            self.value = value
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"below": {"value": self.value}}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            raise AssertionError("nothing is restored here")
+
+    for value in (object(), torch.eye(2).to_sparse(), {(1, 2): 3}):
+        with pytest.raises(CheckpointError) as refused:
+            # Only one rank cannot; the others hear of it.
+            manager.save(1, TrainingState(trainee.model, user={"odd": Odd(value if rank == 0 else 1)}))
+        texts.append(str(refused.value))
+    with pytest.raises(CheckpointError) as refused:
+        manager.save(1 + rank, trainee.state)
+    texts.append(str(refused.value))
+    with pytest.raises(CheckpointError) as refused:
+        manager.save(1, trainee.state, info={"path": path})
+    texts.append(str(refused.value))
+    manager.save(1, trainee.state, blocking=True)  # and the manager still works
+    return texts
+
+
+def test_what_cannot_be_saved_is_refused_on_all_ranks(tmp_path: Path):
+    for texts in run_ranks(2, refused_states, tmp_path):
+        assert "saving step 1 failed on rank 0: TypeError: odd.below.value: a builtins.object in the state" in texts[0]
+        assert "odd.below.value: a tensor of layout torch.sparse_coo" in texts[1]
+        assert "odd.below.value: the key (1, 2) is a tuple" in texts[2]
+        assert "ranks save different steps, 1 to 2" in texts[3]
+        assert "is not JSON serializable" in texts[4]
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
+
+
+def failing_writes(rank: int, world_size: int, path: Path) -> list[str]:
+    trainee = Trainee((world_size,))
+    manager = CheckpointManager(path)
+    manager.save(1, trainee.state, blocking=True)
+    texts = []
+    for victim in range(world_size):
+        original = os.fsync
+        if rank == victim:
+            os.fsync = _no_space
+        manager.save(2, trainee.state)
+        with pytest.raises(CheckpointError) as refused:
+            manager.save(3, trainee.state)
+        os.fsync = original
+        texts.append(str(refused.value))
+        assert [one.step for one in manager.checkpoints()] == [1]
+        dist.barrier()
+        assert [one.name for one in path.iterdir()] == ["step-000001"], "the partial checkpoint was not removed"
+    manager.save(3, trainee.state, blocking=True)
+    return texts
+
+
+def _no_space(descriptor: int) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_write_that_fails_is_reported_everywhere_and_leaves_nothing(tmp_path: Path):
+    for texts in run_ranks(2, failing_writes, tmp_path):
+        for victim, text in enumerate(texts):
+            assert text.startswith(f"saving step 2 to {tmp_path} failed on rank {victim}: No space left on device")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000001", "step-000003"]
+
+
+def small_disk(rank: int, world_size: int, path: Path) -> tuple[str, list[int]]:
+    trainee = Trainee((world_size,))
+    manager = CheckpointManager(path)
+    for step in range(1, 20):
+        try:
+            manager.save(step, trainee.state, blocking=True)
+        except CheckpointError as error:
+            restored = manager.restore(trainee.state)
+            return str(error), [restored.step, *(one.step for one in manager.checkpoints())]
+    raise AssertionError("the disk is larger than expected")
+
+
+def test_a_disk_that_is_full(tmp_path: Path):
+    """A file system of 1 MiB."""
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", tmp_path], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip(f"only root can make a small file system: {mounted.stderr.decode().strip()}")
+    try:
+        for text, (restored, *steps) in run_ranks(2, small_disk, tmp_path):
+            assert "No space left on device" in text
+            assert steps == list(range(1, restored + 1))
+        assert {path.name[:5] for path in tmp_path.iterdir()} == {"step-"}
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
+
+
+def other_models(rank: int, world_size: int, path: Path) -> list[str]:
+    trainee = Trainee((world_size,))
+    trainee.train(1)
+    with CheckpointManager(path) as manager:
+        manager.save(1, trainee.state)
+    texts = []
+    for change in ("shape", "name", "dtype"):
+        other = Trainee((world_size,))
+        if change == "shape":
+            other.model.register_buffer("seen", torch.zeros(4, dtype=torch.int64))
+        elif change == "name":
+            other.model.register_buffer("later", torch.zeros(1))
+        else:
+            other.model.register_buffer("seen", torch.zeros(3, dtype=torch.float32))
+        before = other.full()
+        with pytest.raises(CheckpointError) as refused:
+            manager.restore(other.state)
+        assert not isinstance(refused.value, DamagedCheckpointError)
+        assert differences(other.full(), before) == []
+        texts.append(str(refused.value))
+    return texts
+
+
+def test_another_model_is_refused_and_left_as_it_was(tmp_path: Path):
+    for texts in run_ranks(2, other_models, tmp_path):
+        assert "model.seen: the checkpoint" in texts[0] and "has shape (3,) and torch.int64, expected (4,)" in texts[0]
+        assert "does not fit the model: it lacks model.later" in texts[1]
+        assert "expected (3,) and torch.float32" in texts[2]
+
+
+def different_layouts(rank: int, world_size: int, path: Path) -> list[str]:
+    """As with pipeline parallelism: every pair of ranks holds modules of its own."""
+    from tests.support import rank_mesh
+
+    mesh = rank_mesh((2, 2), ("stage", "shard"))
+    torch.manual_seed(3)
+    stages = [torch.nn.Linear(5, 3), torch.nn.Linear(3, 4, bias=False)]
+    from shardkit.core import fully_shard
+
+    model = torch.nn.ModuleDict({str(mesh["stage"].get_local_rank()): stages[mesh["stage"].get_local_rank()]})
+    for stage in model.values():
+        fully_shard(stage, mesh=mesh["shard"])
+    with CheckpointManager(path) as manager:
+        manager.save(1, TrainingState(model))
+        with torch.no_grad():
+            before = {name: value.to_local().clone() for name, value in model.state_dict().items()}
+            for p in model.parameters():
+                p.zero_()
+        manager.restore(TrainingState(model))
+    return [name for name, value in model.state_dict().items() if not torch.equal(value.to_local(), before[name])]
+
+
+def test_ranks_with_other_layouts(tmp_path: Path):
+    assert run_ranks(4, different_layouts, tmp_path) == [[]] * 4
+    import torch.distributed.checkpoint as dcp
+
+    state = {"model": {"0.weight": torch.zeros(3, 5), "0.bias": torch.zeros(3), "1.weight": torch.zeros(4, 3)}}
+    dcp.load(state, checkpoint_id=tmp_path / "step-000001", no_dist=True)
+    torch.manual_seed(3)
+    first, second = torch.nn.Linear(5, 3), torch.nn.Linear(3, 4, bias=False)
+    assert torch.equal(state["model"]["0.weight"], first.weight) and torch.equal(state["model"]["0.bias"], first.bias)
+    assert torch.equal(state["model"]["1.weight"], second.weight)
+
+
+def test_bad_arguments(tmp_path: Path):
+    with pytest.raises(ValueError, match="keep=0, expected a whole number from 1 on; pass None if it keeps all"):
+        CheckpointManager(tmp_path, keep=0)
+    for every in (0, "3", 2.0, True):
+        with pytest.raises(ValueError, match=rf"every={every!r}, expected a whole number from 1 on; pass None"):
+            CheckpointManager(tmp_path, every=every)
+    model = torch.nn.Linear(1, 1)
+    with pytest.raises(ValueError, match="user has the key 'rng', expected a name without dots"):
+        TrainingState(model, user={"rng": Loader(0)})
+    with pytest.raises(ValueError, match="per_rank has the key 'a', expected"):
+        TrainingState(model, user={"a": Loader(0)}, per_rank={"a": Loader(0)})
+    with pytest.raises(ValueError, match="user has the key 3, expected"):
+        TrainingState(model, user={3: Loader(0)})
+    with pytest.raises(TypeError, match="user is a Loader, expected a mapping of names to objects with state_dict"):
+        TrainingState(model, user=Loader(0))
+    with pytest.raises(TypeError, match=r"user\['step'\] is a int without state_dict and load_state_dict; pass"):
+        TrainingState(model, user={"step": 3})
+    with pytest.raises(TypeError, match=r"per_rank\['own'\] is a dict without"):
+        TrainingState(model, per_rank={"own": {"position": 1}})
+    with pytest.raises(TypeError, match="scheduler is a float without"):
+        TrainingState(model, scheduler=0.1)
+
+
+def test_without_a_process_group(tmp_path: Path):
+    model = torch.nn.Linear(3, 2)
+    expected = model.weight.detach().clone()
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(7, TrainingState(model))
+    model.weight.data.zero_()
+    assert CheckpointManager(tmp_path).restore(TrainingState(model)).step == 7
+    assert torch.equal(model.weight, expected)
+    assert json.loads((tmp_path / "step-000007" / "manifest.json").read_text())["world_size"] == 1
+
+
+def _restore_from_here(rank: int, world_size: int, directory: Path) -> int:
+    model = torch.nn.Linear(2, 2)
+    manager = CheckpointManager(directory / "run")
+    manager.save(3, TrainingState(model), blocking=True)
+    os.chdir(directory)
+    if rank:
+        gone = directory / "gone"
+        gone.mkdir()
+        os.chdir(gone)
+        gone.rmdir()
+    return manager.restore(TrainingState(model), source="run/step-000003").step
+
+
+def test_rank_0_finds_a_relative_source(tmp_path: Path):
+    assert run_ranks(2, _restore_from_here, tmp_path, isolated=True) == [3, 3]

@@ -1,0 +1,222 @@
+"""`training_state.py`: state of unusual kinds comes back unchanged, and every saved state can be restored."""
+
+import copy
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+
+from shardkit.core import fully_shard
+from shardkit.core.checkpoint import CheckpointError, CheckpointManager, TrainingState
+from shardkit.core.checkpoint.command import main
+from tests.core.checkpoint.trainee import differences
+from tests.support import rank_mesh, run_ranks
+
+
+class Extra(nn.Linear):
+    """A module that keeps more than tensors in a state dict."""
+
+    def __init__(self, extra: Any) -> None:
+        super().__init__(2, 2)
+        self.extra = extra
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+EXTRAS: list[Any] = [
+    {"scale": torch.tensor(2.0), "names": ["a"], "deep": {3: {}}},
+    {},
+    [torch.ones(2), {"x": 1}],
+    torch.arange(4),
+    (1, "two"),
+    None,
+]
+
+
+@pytest.mark.parametrize("fresh", [{}, {"other": torch.zeros(1)}, torch.zeros(9), None], ids=str)
+@pytest.mark.parametrize("extra", EXTRAS, ids=str)
+def test_extra_state_of_modules(tmp_path: Path, extra: Any, fresh: Any):
+    model = nn.Sequential(Extra(copy.deepcopy(extra)), nn.Linear(2, 2))
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, TrainingState(model), blocking=True)
+    model[0].extra = fresh
+    manager.restore(TrainingState(model))
+    assert differences(model[0].extra, extra) == []
+
+
+class Held:
+    """Any state."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+def test_state_that_is_empty_when_it_is_saved(tmp_path: Path):
+    user, own = Held({}), Held({})
+    state = TrainingState(nn.Linear(1, 1), user={"user": user}, per_rank={"own": own})
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, state, blocking=True)
+    user.state, own.state = {"filled": torch.ones(1)}, {"filled": 2}
+    manager.restore(state)
+    assert (user.state, own.state) == ({}, {})
+
+
+def test_state_that_is_no_dict_is_refused(tmp_path: Path):
+    manager = CheckpointManager(tmp_path)
+    with pytest.raises(CheckpointError, match=r"user: its state_dict\(\) is a list, expected a dict"):
+        manager.save(1, TrainingState(nn.Linear(1, 1), user={"user": Held([1])}))
+
+
+def test_milestones_of_schedulers(tmp_path: Path):
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+
+    def schedulers() -> Any:
+        first = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 2, 4])
+        second = torch.optim.lr_scheduler.MultiStepLR(optimizer, [3])
+        return torch.optim.lr_scheduler.SequentialLR(optimizer, [first, second], [5])
+
+    saved, other = schedulers(), schedulers()
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, TrainingState(model, optimizer, saved), blocking=True)
+    manager.restore(TrainingState(model, optimizer, other))
+    assert differences(other.state_dict(), saved.state_dict()) == []
+    assert type(other._schedulers[0].milestones) is Counter and other._schedulers[0].milestones == {2: 2, 4: 1}
+
+
+def test_info_is_as_it_was_when_saved(tmp_path: Path):
+    losses = [1.0]
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, TrainingState(nn.Linear(1, 1)), info={"losses": losses})
+    losses += [2.0] * 10**5
+    manager.wait()
+    restored = manager.restore(TrainingState(nn.Linear(1, 1)))
+    assert restored is not None and restored.info == {"losses": [1.0]}
+
+
+@pytest.mark.parametrize(
+    ("step", "text"),
+    [(one, rf"step={one!r}, expected a whole number from 0 on; pass") for one in (-1, 1.5, 2**63, "5", True, None)],
+)
+def test_steps_that_are_none(tmp_path: Path, step: Any, text: str):
+    manager = CheckpointManager(tmp_path)
+    with pytest.raises(CheckpointError, match=text):
+        manager.save(step, TrainingState(nn.Linear(1, 1)))
+    manager.save(torch.tensor(3), TrainingState(nn.Linear(1, 1)), blocking=True)
+    assert [one.step for one in manager.checkpoints()] == [3]
+
+
+def test_keys_keep_their_order(tmp_path: Path):
+    """A loader may go through its data sets in the order of a dict, whatever their states are made of."""
+    state = {"b": 1, "a": {"z": torch.ones(1), "y": "text", "x": torch.zeros(2)}, 3: torch.ones(1), "c": None}
+    user, own, plain = Held(state), Held({**state, "more": 1}), Held({"first": torch.ones(1), "then": 2})
+    run = TrainingState(nn.Linear(1, 1), user={"user": user, "plain": plain}, per_rank={"own": own})
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, run, blocking=True)
+    user.state, own.state, plain.state = {"c": 0}, {}, {"then": 1, "first": torch.zeros(1)}
+    manager.restore(run)
+    assert repr(user.state) == repr(state)
+    assert repr(own.state) == repr({**state, "more": 1})
+    assert list(plain.state) == ["first", "then"]
+
+
+def test_a_model_that_lacks_what_was_saved(tmp_path: Path):
+    """Weights of the checkpoint that nobody would take are named, and nothing is filled in."""
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, TrainingState(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False))), blocking=True)
+    smaller = nn.Sequential(nn.Linear(2, 2))
+    before = copy.deepcopy(smaller.state_dict())
+    with pytest.raises(CheckpointError, match=r"does not fit the model: it has beside it model\.1\.weight; build"):
+        manager.restore(TrainingState(smaller))
+    assert differences(dict(smaller.state_dict()), dict(before)) == []
+
+
+def test_optimizers_that_are_cut_otherwise(tmp_path: Path):
+    model = nn.Linear(2, 2)
+    state = {"weight": [model.weight], "bias": [model.bias]}
+    apart = torch.optim.SGD([{"params": one, "lr": 0.1 * len(name)} for name, one in state.items()])
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, TrainingState(model, apart), blocking=True)
+    together = torch.optim.SGD(model.parameters(), lr=1.0)
+    with pytest.raises(CheckpointError, match="no parameter group of the checkpoint has weight, bias together"):
+        manager.restore(TrainingState(model, together))
+    assert together.param_groups[0]["lr"] == 1.0
+
+
+def test_a_checkpoint_of_weights_alone_says_so(tmp_path: Path):
+    model = nn.Linear(2, 2)
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, TrainingState(model), blocking=True)
+    with pytest.raises(CheckpointError, match="has no optimizer state; restore TrainingState"):
+        manager.restore(TrainingState(model, torch.optim.SGD(model.parameters())))
+    with pytest.raises(CheckpointError, match="has nothing under 'user', which the state has"):
+        manager.restore(TrainingState(model, user={"user": Held({"a": 1})}))
+    with pytest.raises(CheckpointError, match="has nothing under 'own', which the state has per rank"):
+        manager.restore(TrainingState(model, per_rank={"own": Held({"a": 1})}))
+
+
+def save_and_restore(rank: int, world_size: int, path: Path) -> list[str]:
+    """Tensors without elements: a buffer, a parameter that is sharded, and in user state."""
+    torch.manual_seed(rank)
+    model = nn.Linear(3, 2)
+    model.none = nn.Parameter(torch.zeros(0, 4))
+    model.register_buffer("empty", torch.zeros(3, 0, dtype=torch.bfloat16))
+    fully_shard(model, mesh=rank_mesh((world_size,), ("shard",)))
+    model.register_buffer("later", torch.zeros(0))
+    user, own = Held({"a": torch.zeros(0, 2), "b": 1}), Held({"own": torch.zeros(0)})
+    optimizer = torch.optim.AdamW(model.parameters())
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    state = TrainingState(model, optimizer, user={"user": user}, per_rank={"own": own})
+    expected = copy.deepcopy((user.state, own.state))
+    manager = CheckpointManager(path)
+    manager.save(1, state, blocking=True)
+    user.state, own.state = {"a": torch.ones(0, 2), "b": 2}, {}
+    manager.restore(state)
+    stock = {"model": {"empty": torch.ones(3, 0, dtype=torch.bfloat16), "none": torch.zeros(0, 4)}}
+    dcp.load(stock, checkpoint_id=path / "step-000001", no_dist=True)
+    return differences((user.state, own.state), expected)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_tensors_without_elements(tmp_path: Path, world_size: int):
+    assert run_ranks(world_size, save_and_restore, tmp_path) == [[]] * world_size
+    assert main(["reshard", str(tmp_path), str(tmp_path / "x"), "--ranks", "3"]) == 0
+    assert main(["diff", str(tmp_path), str(tmp_path / "x")]) == 0
+
+
+def on_a_mesh_of_one(rank: int, world_size: int, path: Path) -> list[float]:
+    """User state that lies on rank 1 alone; rank 0 has nothing of it, and knows."""
+    mesh = DeviceMesh("cpu", [1])
+    held = Held({"w": distribute_tensor(torch.arange(4.0), mesh, [Replicate()])})
+    state = TrainingState(torch.nn.Linear(1, 1), user={"user": held})
+    manager = CheckpointManager(path)
+    manager.save(1, state, blocking=True)
+    held.state = {"w": distribute_tensor(torch.zeros(4), mesh, [Replicate()])}
+    manager.restore(state)
+    found = held.state["w"].to_local().tolist()
+    held.state = {"w": DTensor.from_local(torch.ones(2), DeviceMesh("cpu", [0, 1]), [Partial()])}
+    with pytest.raises(CheckpointError, match=r"user\.w: placements \(Partial.*expected Shard or Replicate; redist"):
+        manager.save(2, state)
+    return found
+
+
+def test_tensors_on_a_mesh_of_some_ranks(tmp_path: Path):
+    assert run_ranks(2, on_a_mesh_of_one, tmp_path, isolated=True) == [[], [0.0, 1.0, 2.0, 3.0]]

@@ -1,0 +1,1377 @@
+"""Events in the life of a sharded model, against the same life of a whole model in one process."""
+
+import contextlib
+import copy
+import datetime as dt
+import functools
+import gc
+import itertools
+import os
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from shardkit.core import MixedPrecisionPolicy, clip_grad_norm_, events, fully_shard, register_fsdp_forward_method
+from shardkit.core.engine.state import state_of
+from tests.core.engine.single_process import Twins, assert_close, batch
+from tests.support import rank_mesh, run_ranks
+from tests.support.meshes import networked_mesh
+from tests.support.models import MLP, Block
+from tests.support.waiting import await_file
+
+RESHARD = (None, True, False)
+
+
+def _shard_mlp(model: Any, **options: Any) -> None:
+    for block in model.blocks:
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+
+
+def _sharded_mlp() -> Any:
+    model = MLP()
+    _shard_mlp(model)
+    return model
+
+
+def _shard_children(model: Any, **options: Any) -> None:
+    for child in model.children():
+        fully_shard(child, **options)
+    fully_shard(model, **options)
+
+
+def _mlp_loss(model: nn.Module, rank: int, seed: int = 0) -> Tensor:
+    dtype = next(model.parameters()).dtype
+    return (model(batch(rank, 2, 5, seed=seed).to(dtype)) - 0.5).square().mean()
+
+
+def _holds_no_unsharded(model: nn.Module) -> bool:
+    states = [state for module in model.modules() if (state := state_of(module)) is not None]
+    groups = [group for state in states for group in state.groups]
+    return not any(flat.untyped_storage().size() for group in groups for param in group.params for flat in param.flats)
+
+
+# -- the end of a model ------------------------------------------------------------------------------------------------
+
+
+def _nothing(model: Any) -> None:
+    pass
+
+
+def _train(model: Any) -> None:
+    for _ in range(2):
+        _mlp_loss(model, 0).backward()
+
+
+def _train_with_prefetch_lists(model: Any) -> None:
+    blocks = list(model.blocks)
+    for here, there in itertools.pairwise(blocks):
+        here.set_modules_to_forward_prefetch([there])
+        there.set_modules_to_backward_prefetch([here])
+    model.set_modules_to_forward_prefetch([blocks[0]])
+    _train(model)
+
+
+def _train_through_a_method(model: Any) -> None:
+    register_fsdp_forward_method(model, "score")
+    model.score(torch.ones(2, 5)).sum().backward()
+
+
+def _train_with_an_optimizer(model: Any) -> None:
+    optimizer = torch.optim.AdamW(model.parameters())
+    _train(model)
+    optimizer.step()
+
+
+def _forward_only(model: Any) -> None:
+    model(torch.ones(2, 5))
+
+
+def _explicitly_unsharded(model: Any) -> None:
+    model.unshard(async_op=True)
+    model.blocks[0].unshard()
+
+
+def _failed(model: Any) -> None:
+    handle = model.out.register_forward_hook(_raise)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        _mlp_loss(model, 0)
+    handle.remove()
+
+
+def _cast_and_loaded(model: Any) -> None:
+    _train(model)
+    model.double()
+    model.load_state_dict(model.state_dict(), assign=True)
+    _train(model)
+
+
+def _with_hooks(model: Any) -> None:
+    model.set_all_reduce_hook(lambda flat: None)
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda parameter: None)
+    _train(model)
+
+
+LIVES = (
+    _nothing,
+    _train,
+    _train_with_prefetch_lists,
+    _train_through_a_method,
+    _train_with_an_optimizer,
+    _forward_only,
+    _explicitly_unsharded,
+    _failed,
+    _cast_and_loaded,
+    _with_hooks,
+)
+
+
+def _raise(*args: Any) -> None:
+    raise RuntimeError("on purpose")
+
+
+def _pieces(model: nn.Module) -> dict[str, weakref.ref[Any]]:
+    pieces: dict[str, weakref.ref[Any]] = {"the model": weakref.ref(model)}
+    for name, module in model.named_modules():
+        if (state := state_of(module)) is None:
+            continue
+        pieces[f"state of '{name}'"] = weakref.ref(state)
+        pieces[f"schedule of '{name}'"] = weakref.ref(state.schedule)
+        for group in state.groups:
+            pieces[f"group '{group.label}'"] = weakref.ref(group)
+            for param in group.params:
+                pieces[f"shard of {param.fqn}"] = weakref.ref(param.sharded_param)
+                pieces[f"memory of {param.fqn}"] = weakref.ref(param.sharded_param.to_local())
+                if param.unsharded_param is not None:
+                    pieces[f"unsharded {param.fqn}"] = weakref.ref(param.unsharded_param)
+    return pieces
+
+
+def _dies_at_once(rank: int, world_size: int) -> None:
+    _train_with_an_optimizer(_sharded_mlp())  # torch's lazy imports keep frames alive, once
+    gc.collect()
+    gc.disable()
+    try:
+        for life in LIVES:
+            for reshard in (None, False):
+                model = MLP()
+                originals = [weakref.ref(parameter) for parameter in model.parameters()]
+                _shard_mlp(model, reshard_after_forward=reshard)
+                assert not any(original() is not None for original in originals), "an original parameter lives on"
+                life(model)
+                pieces = _pieces(model)
+                del model
+                left = [name for name, piece in pieces.items() if piece() is not None]
+                assert not left, f"{life.__name__}, reshard_after_forward={reshard}: {left} outlive the model"
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_deleted_model_is_freed_at_once(world_size: int) -> None:
+    run_ranks(world_size, _dies_at_once)
+
+
+def _outlived_by_a_part(rank: int, world_size: int) -> None:
+    model = _sharded_mlp()
+    _train_with_an_optimizer(model)
+    block = model.blocks[0]
+    root, shard = weakref.ref(state_of(model)), weakref.ref(model.out.weight.to_local())
+    del model
+    gc.collect()
+    assert root() is None
+    assert shard() is None
+    assert state_of(block) is not None
+
+
+def test_a_part_that_is_kept_does_not_keep_the_model() -> None:
+    run_ranks(2, _outlived_by_a_part)
+
+
+def _shard_owns_its_chunk(rank: int, world_size: int) -> None:
+    large = torch.randn(64, 8)
+    module = nn.Linear(8, 8, bias=False)
+    module.weight = nn.Parameter(large[:8])
+    fully_shard(module)
+    local = module.weight.to_local()
+    assert local.untyped_storage().nbytes() == local.numel() * 4
+    assert torch.equal(module.weight.full_tensor(), large[:8])
+
+
+def test_a_shard_owns_its_chunk_alone() -> None:
+    run_ranks(3, _shard_owns_its_chunk)
+
+
+# -- several models, containers ----------------------------------------------------------------------------------------
+
+
+def _two_models(rank: int, world_size: int) -> None:
+    first = Twins.of(rank, world_size, MLP, _shard_mlp)
+    second = Twins.of(rank, world_size, lambda: MLP(repeats=2), _shard_mlp)
+    for step in range(3):
+        loss = [_mlp_loss(twins.sharded, rank, step) for twins in (first, second)]
+        for index in (step % 2, 1 - step % 2):
+            loss[index].backward()
+        for twins in (first, second):
+            twins.reference_backward(lambda model, rank, step=step: _mlp_loss(model, rank, step))
+            twins.check_gradients()
+            twins.update()
+    del first
+    second.step(_mlp_loss)
+
+
+def test_two_models_that_share_nothing() -> None:
+    run_ranks(2, _two_models)
+
+
+def _containers(rank: int, world_size: int) -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5), nn.Linear(5, 3))
+
+    def loss(model: Any, rank: int) -> Tensor:
+        return model(batch(rank, 2, 5)).square().sum()
+
+    twins = Twins.of(rank, world_size, build, _shard_children)
+    twins.step(loss)
+    assert type(twins.sharded[0:2]) is nn.Sequential
+    assert twins.sharded[0] is next(iter(twins.sharded))
+    assert len(twins.sharded[1:]) == 3
+
+    def loss_of_slice(model: Any, rank: int) -> Tensor:
+        return model[2](model[0:2](batch(rank, 2, 5))).square().sum()
+
+    twins.step(loss_of_slice)
+    twins.step(loss)
+    blocks = nn.ModuleList([fully_shard(Block(4, 4)) for _ in range(3)])
+    assert [type(block).__name__ for block in blocks[1:]] == ["FSDPBlock", "FSDPBlock"]
+
+
+def test_indexing_into_a_sharded_container() -> None:
+    run_ranks(2, _containers)
+
+
+# -- casts, loads, replacements, freezing ------------------------------------------------------------------------------
+
+
+def _casts(rank: int, world_size: int) -> None:
+    casts: list[Callable[[nn.Module], nn.Module]] = [
+        lambda model: model.to(torch.float64),
+        lambda model: model.bfloat16(),
+        lambda model: model.float(),
+        lambda model: model.double(),
+        lambda model: model.half().to(torch.float32),
+    ]
+    for reshard in RESHARD:
+        twins = Twins.of(rank, world_size, MLP, lambda model: _shard_mlp(model, reshard_after_forward=reshard))  # noqa: B023
+        for index, cast in enumerate(casts):
+            cast(twins.sharded)
+            cast(twins.whole)
+            twins.align()  # otherwise bfloat16's rounding differences would stay
+            for seed in range(2):
+                twins.step(lambda model, rank: _mlp_loss(model, rank, seed))  # noqa: B023
+            if index % 2:  # cast while the root's parameters are unsharded
+                twins.sharded(batch(rank, 2, 5).to(next(twins.whole.parameters()).dtype))
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_cast_between_steps(world_size: int) -> None:
+    run_ranks(world_size, _casts)
+
+
+def _changes_while_gradients_wait(rank: int, world_size: int, reduce_dtype: torch.dtype | None) -> None:
+    precision = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
+    for change in (nn.Module.float, functools.partial(nn.Module.to, device="cpu")):
+        for reshard in (True, False):
+            shard = functools.partial(_shard_mlp, reshard_after_forward=reshard, mp_policy=precision)
+            twins = Twins.of(rank, world_size, lambda: MLP().double(), shard)
+            for synchronised in (True, False, False):  # the first leaves a sharded gradient beside those that wait
+                twins.sharded.set_requires_gradient_sync(synchronised)
+                twins.backward(_mlp_loss)
+            for model in (twins.sharded, twins.whole):
+                change(model)
+            twins.sharded.set_requires_gradient_sync(True)
+            twins.backward(_mlp_loss)
+            twins.check_gradients()
+            twins.update()
+            twins.sharded.set_requires_gradient_sync(False)
+            twins.backward(_mlp_loss)
+            for model in (twins.sharded, twins.whole):
+                change(model)
+                model.zero_grad()
+            twins.sharded.set_requires_gradient_sync(True)
+            twins.step(_mlp_loss)
+
+
+@pytest.mark.parametrize("reduce_dtype", [None, torch.float64])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_casts_and_moves_while_gradients_wait(world_size: int, reduce_dtype: torch.dtype | None) -> None:
+    run_ranks(world_size, _changes_while_gradients_wait, reduce_dtype)
+
+
+def _reload(model: Any) -> None:
+    model.load_state_dict({name: value.detach().clone() for name, value in model.state_dict().items()}, assign=True)
+
+
+def _changes_before_backward(rank: int, world_size: int) -> None:
+    """As stock does: backward goes on with the graph that forward has made, whatever memory the shards lie in now."""
+    for change in (_reload, functools.partial(nn.Module.to, device="cpu"), lambda model: model._apply(torch.clone)):
+        for reshard in (True, False):
+            shard = functools.partial(_shard_mlp, reshard_after_forward=reshard)
+            twins = Twins.of(rank, world_size, MLP, shard)
+            for seed in range(2):
+                loss = _mlp_loss(twins.sharded, rank, seed)
+                change(twins.sharded)
+                loss.backward()
+                twins.reference_backward(lambda model, rank: _mlp_loss(model, rank, seed))  # noqa: B023
+                twins.check_gradients()
+                twins.update()
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_moves_and_loads_between_forward_and_backward(world_size: int) -> None:
+    run_ranks(world_size, _changes_before_backward)
+
+
+class _Shifted(nn.Module):
+    """Its backward reads none of its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.shift
+
+
+def _cast_before_backward(rank: int, world_size: int) -> str:
+    model = fully_shard(_Shifted())
+    loss = model(torch.ones(2, 4)).sum()
+    model.double()
+    with pytest.raises(RuntimeError, match="between the forward and the backward") as caught:
+        loss.backward()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_cast_between_forward_and_backward_is_refused(world_size: int) -> None:
+    for error in run_ranks(world_size, _cast_before_backward):
+        assert "'shift'" in error and "(4,)" in error
+
+
+def _loads(rank: int, world_size: int) -> None:
+    for reshard in RESHARD:
+        for assign in (False, True):
+            twins = Twins.of(rank, world_size, MLP, lambda model: _shard_mlp(model, reshard_after_forward=reshard))  # noqa: B023
+            other = Twins.of(rank, world_size, MLP, _shard_mlp)
+            twins.step(_mlp_loss)
+            with torch.no_grad():
+                twins.sharded(batch(rank, 2, 5))
+            twins.sharded(batch(rank, 2, 5))
+            before = dict(twins.sharded.named_parameters()) if reshard else {}
+            twins.sharded.load_state_dict(other.sharded.state_dict(), assign=assign)
+            twins.whole.load_state_dict(other.whole.state_dict())
+            after = dict(twins.sharded.named_parameters())
+            assert all((after[fqn] is parameter) != assign for fqn, parameter in before.items())
+            twins.check_parameters()
+            twins.step(_mlp_loss)
+            twins.step(_mlp_loss)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_load_between_steps(world_size: int) -> None:
+    run_ranks(world_size, _loads)
+
+
+def _replacements(rank: int, world_size: int) -> None:
+    for while_unsharded in (False, True):
+        twins = Twins.of(rank, world_size, MLP, _shard_mlp)
+        twins.step(_mlp_loss)
+        old = twins.sharded.out.weight
+        new = nn.Parameter(old.detach() * 2)
+        if while_unsharded:
+            twins.sharded(batch(rank, 2, 5))
+        twins.sharded.out.weight = new
+        with torch.no_grad():
+            twins.whole.out.weight *= 2
+        twins.step(_mlp_loss)
+        assert twins.sharded.out.weight is new
+        assert old.grad is None
+        twins.sharded.blocks[1].scale = nn.Parameter(twins.sharded.blocks[1].scale.detach() * 3)
+        with torch.no_grad():
+            twins.whole.blocks[1].scale *= 3
+        twins.step(_mlp_loss)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_parameter_replaced_by_assignment(world_size: int) -> None:
+    run_ranks(world_size, _replacements)
+
+
+def _freezing(rank: int, world_size: int) -> None:
+    for reshard in RESHARD:
+        for unsharded in (False, True):
+            twins = Twins.of(rank, world_size, MLP, lambda model: _shard_mlp(model, reshard_after_forward=reshard))  # noqa: B023
+
+            def toggle(change: Callable[[Any], object], twins: Twins = twins, unsharded: bool = unsharded) -> None:
+                if unsharded:
+                    twins.sharded(batch(rank, 2, 5))
+                for model in (twins.sharded, twins.whole):
+                    change(model)
+
+            twins.step(_mlp_loss)
+            toggle(lambda model: model.blocks[0].requires_grad_(False))
+            twins.step(_mlp_loss)
+            toggle(lambda model: model.inp.requires_grad_(False))
+            twins.step(_mlp_loss)
+            toggle(lambda model: model.requires_grad_(False))
+            toggle(lambda model: model.out.bias.requires_grad_(True))
+            twins.step(_mlp_loss)
+            toggle(lambda model: model.requires_grad_(True))
+            twins.step(_mlp_loss)
+
+
+def test_freezing_between_steps() -> None:
+    run_ranks(2, _freezing)
+
+
+def _accumulation_hooks(rank: int, world_size: int) -> None:
+    """A hook runs once for each gradient that is reduced, also into one that is there, until it is removed."""
+    model = _sharded_mlp()
+    fqns = [fqn for fqn, _ in model.named_parameters()]
+    calls = dict.fromkeys(fqns, 0)
+
+    def count(parameter: Tensor, fqn: str) -> None:
+        assert parameter is model.get_parameter(fqn)
+        assert isinstance(parameter.grad, DTensor)
+        calls[fqn] += 1
+
+    handles = [
+        parameter.register_post_accumulate_grad_hook(functools.partial(count, fqn=fqn))
+        for fqn, parameter in model.named_parameters()
+    ]
+    for expected, synced in ((1, True), (1, False), (2, True)):
+        model.set_requires_gradient_sync(synced)
+        _mlp_loss(model, rank).backward()
+        assert calls == dict.fromkeys(fqns, expected)
+    handles[0].remove()
+    _mlp_loss(model, rank).backward()
+    assert calls == {**dict.fromkeys(fqns, 3), fqns[0]: 2}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_post_accumulate_grad_hooks(world_size: int) -> None:
+    run_ranks(world_size, _accumulation_hooks)
+
+
+# -- forwards that no backward follows ---------------------------------------------------------------------------------
+
+
+def _evaluations(rank: int, world_size: int) -> None:
+    for reshard in RESHARD:
+        for first in (True, False):
+            for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+                options = {"reshard_after_forward": reshard}
+                twins = Twins.of(rank, world_size, MLP, lambda model: _shard_mlp(model, **options))  # noqa: B023
+
+                def evaluate(twins: Twins = twins, mode: Any = mode) -> None:
+                    with mode():
+                        seen, expected = (model(batch(rank, 2, 5)) for model in (twins.sharded, twins.whole))
+                        assert_close(seen.detach().clone(), expected.detach().clone(), "evaluation")
+
+                if first:
+                    evaluate()
+                for seed in range(2):
+                    twins.backward(lambda model, rank: _mlp_loss(model, rank, seed))  # noqa: B023
+                    optimizer = torch.optim.SGD(twins.sharded.parameters(), lr=0.5)
+                    evaluate()  # before the step: parameters that it leaves unsharded are stale afterwards
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    with torch.no_grad():
+                        for parameter in twins.whole.parameters():
+                            parameter -= 0.5 * parameter.grad
+                            parameter.grad = None
+                    evaluate()
+                    evaluate()
+                twins.sharded.reshard()
+                twins.check_parameters() if reshard else None
+                twins.step(_mlp_loss)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_evaluation_between_steps(world_size: int) -> None:
+    run_ranks(world_size, _evaluations)
+
+
+def _frozen_teacher(rank: int, world_size: int) -> None:
+    """`torch._foreach_*` bumps no version counter of a DTensor: only a root that is sharded sees its writes."""
+    student, teacher = MLP(), MLP().requires_grad_(False)
+    whole = copy.deepcopy(teacher)
+    for model in (student, teacher):
+        _shard_mlp(model)
+    news, olds = list(student.parameters()), list(teacher.parameters())
+    for seed in range(3):
+        x = batch(rank, 2, 5, seed=seed)
+        assert_close(teacher(x), whole(x), "a frozen model, with gradients enabled")
+        with torch.no_grad():
+            torch._foreach_mul_(olds, 0.5)
+            torch._foreach_add_(olds, news, alpha=0.5)
+            for old, new in zip(whole.parameters(), news, strict=True):
+                old.mul_(0.5).add_(new.full_tensor(), alpha=0.5)  # type: ignore[attr-defined]
+
+
+def test_a_frozen_model_that_is_changed_between_forwards() -> None:
+    run_ranks(2, _frozen_teacher)
+
+
+def _frozen_model_in_a_graph(rank: int, world_size: int) -> None:
+    """A frozen root stays unsharded for the backward to its inputs, even if its outputs do not reveal that backward."""
+    model = MLP().requires_grad_(False)
+    whole = copy.deepcopy(model)
+    losses: list[torch.Tensor] = []
+
+    def keep(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        losses.append(output.square().sum())
+        return output.detach()
+
+    model.register_forward_hook(keep)
+    _shard_mlp(model)
+    x = batch(rank, 2, 5).requires_grad_()
+    model(x)
+    (seen,) = torch.autograd.grad(losses[0], x)
+    (expected,) = torch.autograd.grad(whole(x).square().sum(), x)
+    assert_close(seen, expected, "gradient of the input")
+
+
+def test_a_frozen_model_whose_inputs_need_gradients() -> None:
+    run_ranks(2, _frozen_model_in_a_graph)
+
+
+def _steps_on_local_tensors(rank: int, world_size: int, change: Callable[[Any], Any]) -> None:
+    """Local tensors that are asked for after a cast or load are those that train, whatever gathers come later."""
+    twins = Twins.of(rank, world_size, MLP, _shard_mlp)
+    twins.step(_mlp_loss)
+    change(twins.sharded)
+    twins.whole.double()
+    parameters = list(twins.sharded.parameters())
+    locals_of = [parameter.to_local().detach() for parameter in parameters]
+    for seed in range(2):
+        twins.backward(lambda model, rank: _mlp_loss(model, rank, seed))  # noqa: B023
+        with torch.no_grad():
+            for local, parameter in zip(locals_of, parameters, strict=True):
+                local -= 0.5 * parameter.grad.to_local()
+                parameter.grad = None
+            for parameter in twins.whole.parameters():
+                parameter -= 0.5 * parameter.grad
+                parameter.grad = None
+        twins.check_parameters()
+
+
+def _load_doubles(model: Any) -> None:
+    values = {name: value.detach().double() for name, value in model.state_dict().items()}
+    model.load_state_dict(values, assign=True)
+
+
+@pytest.mark.parametrize("change", [nn.Module.double, _load_doubles])
+def test_local_tensors_after_a_cast_or_load(change: Callable[[Any], Any]) -> None:
+    run_ranks(2, _steps_on_local_tensors, change)
+
+
+def _zero_grad_of_the_module(rank: int, world_size: int) -> None:
+    for set_to_none in (True, False):
+        twins = Twins.of(rank, world_size, MLP, _shard_mlp)
+        for _ in range(3):
+            loss = _mlp_loss(twins.sharded, rank)
+            twins.sharded.zero_grad(set_to_none)  # while the root's parameters are unsharded
+            loss.backward()
+            twins.whole.zero_grad()
+            twins.reference_backward(_mlp_loss)
+            twins.check_gradients()
+
+
+def test_zero_grad_of_the_module_after_forward() -> None:
+    run_ranks(2, _zero_grad_of_the_module)
+
+
+# -- shapes that a forward can take ------------------------------------------------------------------------------------
+
+
+class Routes(nn.Module):
+    """Blocks that are nested, skipped, repeated, called with a keyword, and one that calls itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outer = nn.Sequential(nn.Linear(4, 4), Block(4, 5))
+        self.maybe = Block(4, 3)
+        self.again = Block(4, 6)
+        self.inward = Inward()
+        self.nothing = nn.Tanh()
+
+    def forward(self, x: Tensor, route: str) -> Tensor:
+        for letter in route:
+            if letter == "i":
+                x = self.inward(x, depth=3)
+            else:
+                x = {"o": self.outer, "m": self.maybe, "a": self.again, "n": self.nothing}[letter](x)
+        return x
+
+
+class Inward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, *, depth: int) -> Tensor:
+        x = torch.tanh(self.linear(x))
+        return self(x, depth=depth - 1) + x if depth else x
+
+
+def _shard_routes(model: Any, **options: Any) -> None:
+    fully_shard(model.outer[1], **options)
+    _shard_children(model, **options)
+
+
+def _routes_loss(model: nn.Module, rank: int, route: str, seed: int = 0) -> Tensor:
+    return model(batch(rank, 3, 4, seed=seed), route).square().mean()
+
+
+def _routes(rank: int, world_size: int) -> None:
+    for reshard in RESHARD:
+        for depth in (0, 1, 3):
+            options = {"reshard_after_forward": reshard}
+            twins = Twins.of(rank, world_size, Routes, lambda model: _shard_routes(model, **options))  # noqa: B023
+            twins.sharded.set_prefetch_depth(depth)
+            for route in ("omain", "oia", "oia", "aaoa", "nmmii", "n", "omain", "io"):
+                if route == "n":
+                    twins.sharded(batch(rank, 3, 4), route)
+                    continue
+                twins.step(lambda model, rank: _routes_loss(model, rank, route))  # noqa: B023
+                assert _holds_no_unsharded(twins.sharded)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_nested_skipped_repeated_and_reentrant_forwards(world_size: int) -> None:
+    run_ranks(world_size, _routes)
+
+
+def _several(rank: int, world_size: int) -> None:
+    for reshard in RESHARD:
+        twins = Twins.of(rank, world_size, Routes, lambda model: _shard_routes(model, reshard_after_forward=reshard))  # noqa: B023
+
+        def several_forwards(model: nn.Module, rank: int) -> Tensor:
+            return _routes_loss(model, rank, "omai", 0) * _routes_loss(model, rank, "oi", 1) + _routes_loss(
+                model, rank, "aa", 2
+            )
+
+        for _ in range(2):
+            twins.step(several_forwards)
+        for _ in range(2):
+            for model, ranks in ((twins.sharded, [rank]), (twins.whole, range(world_size))):
+                for one in ranks:
+                    loss = _routes_loss(model, one, "omai") / len(ranks)
+                    loss.backward(retain_graph=True)
+                    (2 * loss).backward(retain_graph=True)
+                    loss.backward()
+            twins.check_gradients()
+            twins.update()
+        dropped = _routes_loss(twins.sharded, rank, "om")  # its backward comes after another iteration, or never
+        twins.step(several_forwards)
+        del dropped
+        twins.step(several_forwards)
+
+
+def test_several_forwards_and_several_backwards() -> None:
+    run_ranks(2, _several)
+
+
+# -- exceptions --------------------------------------------------------------------------------------------------------
+
+
+class _RaiseInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise RuntimeError("on purpose")
+
+
+def _fails_in_backward(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return _RaiseInBackward.apply(output)
+
+
+FAILURES: dict[str, Callable[[Any], Any]] = {
+    "the root's forward": lambda model: model.out.register_forward_hook(_raise),
+    "before the root's forward": lambda model: model.register_forward_pre_hook(_raise),
+    "before our hook of the root": lambda model: model.register_forward_pre_hook(_raise, prepend=True),
+    "a block's forward": lambda model: model.blocks[1].down.register_forward_hook(_raise),
+    "a block's own hook": lambda model: model.blocks[1].register_forward_hook(_raise),
+    "a block's pre-hook": lambda model: model.blocks[2].register_forward_pre_hook(_raise),
+    "the root's own hook": lambda model: model.register_forward_hook(_raise),
+    "the last block's backward": lambda model: model.blocks[2].register_forward_hook(_fails_in_backward),
+    "a middle block's backward": lambda model: model.blocks[1].down.register_forward_hook(_fails_in_backward),
+    "the first block's backward": lambda model: model.blocks[0].up.register_forward_hook(_fails_in_backward),
+}
+
+
+def _interrupt(*args: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def _interrupted_at_its_end(model: Any) -> Any:
+    """At the end of a backward that no hook has seen enter the first block, whose input needs no gradient."""
+
+    def interrupt(event: events.Event) -> None:
+        if isinstance(event, events.ReduceStarted) and event.fqn == "blocks.0":
+            raise KeyboardInterrupt
+
+    subscription = events.subscribe(interrupt)
+    return mock.Mock(remove=subscription.close)
+
+
+# How an iteration ends, and which of the later calls cannot tell: a forward that Ctrl-C has ended looks like a running
+# one, and a backward like one inside another.
+UNENDED: dict[str, tuple[Callable[[Any], Any], set[str]]] = {
+    "an error in forward": (FAILURES["a block's forward"], set()),
+    "an error before the root's forward": (FAILURES["before the root's forward"], set()),
+    "Ctrl-C in forward": (
+        lambda model: model.blocks[1].register_forward_pre_hook(_interrupt),
+        {"unshard", "backward", "a registered method", "a state dict"},
+    ),
+    "an error in backward": (FAILURES["a middle block's backward"], {"backward"}),
+    "Ctrl-C at the end of backward": (_interrupted_at_its_end, {"backward"}),
+}
+
+LATER: dict[str, Callable[[Any, Tensor, torch.optim.Optimizer], object]] = {
+    "unshard": lambda model, earlier, optimizer: model.blocks[0].unshard(),
+    "backward": lambda model, earlier, optimizer: earlier.backward(),
+    "forward": lambda model, earlier, optimizer: _mlp_loss(model, 0),
+    "a registered method": lambda model, earlier, optimizer: model.score(torch.ones(2, 5)),
+    "clipping": lambda model, earlier, optimizer: clip_grad_norm_(model.parameters(), 1.0),
+    "an optimizer's step": lambda model, earlier, optimizer: optimizer.step(),
+    "a state dict": lambda model, earlier, optimizer: model.state_dict(),
+    "a load": lambda model, earlier, optimizer: model.load_state_dict({}, strict=False),
+}
+
+
+def _refuses_until_reset(rank: int, world_size: int, how: str) -> None:
+    inject, unnoticed = UNENDED[how]
+    twins = Twins.of(rank, world_size, MLP, _shard_mlp)
+    register_fsdp_forward_method(twins.sharded, "score")
+    twins.step(_mlp_loss)
+    optimizer = torch.optim.SGD(twins.sharded.parameters(), lr=0.1)
+    for name, later in LATER.items():
+        if name in unnoticed:
+            continue
+        earlier = _mlp_loss(twins.sharded, rank)
+        handle = inject(twins.sharded)
+        with pytest.raises((RuntimeError, KeyboardInterrupt), match=r"on purpose|^$"):
+            _mlp_loss(twins.sharded, rank).backward()
+        handle.remove()
+        twins.sharded.reshard()  # in a `finally`, say
+        with pytest.raises(RuntimeError, match=r"call reset_iter_state\(\) on the root module first"):
+            later(twins.sharded, earlier, optimizer)
+        twins.sharded.reset_iter_state()
+        twins.sharded.zero_grad()
+        assert _holds_no_unsharded(twins.sharded), name
+        for _ in range(2):
+            twins.step(_mlp_loss)
+
+
+@pytest.mark.parametrize("how", UNENDED)
+def test_an_iteration_that_did_not_end_is_refused_until_it_is_reset(how: str) -> None:
+    run_ranks(2, _refuses_until_reset, how)
+
+
+class Catches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 5), nn.Linear(5, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            return self.first(x)
+        except RuntimeError:
+            return self.second(x)
+
+
+def _caught_in_forward(rank: int, world_size: int) -> None:
+    twins = Twins.of(rank, world_size, Catches, _shard_children)
+    for _ in range(2):
+        twins.step(lambda model, rank: model(batch(rank, 2, 5)).square().sum())
+        handles = [model.first.register_forward_hook(_raise) for model in (twins.sharded, twins.whole)]
+        twins.step(lambda model, rank: model(batch(rank, 2, 5)).square().sum())
+        for handle in handles:
+            handle.remove()
+        assert _holds_no_unsharded(twins.sharded)
+
+
+def test_an_error_that_forward_catches_needs_no_reset() -> None:
+    run_ranks(2, _caught_in_forward)
+
+
+def _fails_while_a_peer_is_late(rank: int, world_size: int, networked: bool, where: str, returned: Path) -> None:
+    """Rank 0 raises while it has started gathers that rank 1 joins only after rank 0's error has come out."""
+
+    def late(*args: Any) -> None:
+        await_file(returned, "rank 0 has its error")
+        raise RuntimeError("on purpose")
+
+    mesh = (networked_mesh if networked else rank_mesh)((world_size,))
+    model: Any = MLP()
+    _shard_mlp(model, mesh=mesh)
+    for _ in range(2):
+        _mlp_loss(model, rank).backward()  # from now on gathers are started ahead
+    if where == "forward":
+        model.blocks[0].register_forward_pre_hook(late if rank else _raise, prepend=bool(rank))
+    else:
+        (model.out if rank else model.blocks[2]).register_forward_hook(
+            lambda module, args, output: output.register_hook(late if rank else _raise) and None
+        )
+    with pytest.raises(RuntimeError, match="on purpose"):
+        _mlp_loss(model, rank).backward()
+    returned.touch()
+
+
+def _runs_a_forward_more(rank: int, world_size: int, networked: bool) -> None:
+    """Rank 0 runs a second forward while rank 1 runs the backward of the first; the error is that of a gather."""
+    group = dist.new_group(list(range(world_size)), timeout=dt.timedelta(seconds=4))
+    os.environ["SHARDKIT_SHARED_MEMORY"] = str(int(not networked))
+    model: Any = MLP()
+    _shard_mlp(model, mesh=DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp",)))
+    for _ in range(2):
+        _mlp_loss(model, rank).backward()
+    loss = _mlp_loss(model, rank)
+    with pytest.raises(RuntimeError, match=r"all-gather|reduce-scatter"):
+        loss.backward() if rank else _mlp_loss(model, rank)
+    with pytest.raises(RuntimeError, match="call reset_iter_state"):
+        model.state_dict()
+
+
+@pytest.mark.parametrize("networked", [False, True], ids=["shared memory", "network"])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_after_an_error_nothing_waits_for_a_peer(networked: bool, where: str, tmp_path: Path) -> None:
+    run_ranks(2, _fails_while_a_peer_is_late, networked, where, tmp_path / "returned", isolated=True)
+
+
+@pytest.mark.parametrize("networked", [False, True], ids=["shared memory", "network"])
+def test_a_forward_more_on_one_rank_is_an_error_on_both(networked: bool) -> None:
+    run_ranks(2, _runs_a_forward_more, networked, isolated=True)
+
+
+def _failures(rank: int, world_size: int, reshard: bool | None) -> None:
+    for where, inject in FAILURES.items():
+        twins = Twins.of(rank, world_size, MLP, lambda model: _shard_mlp(model, reshard_after_forward=reshard))
+        for steps_before in (0, 2):
+            for _ in range(steps_before):
+                twins.step(_mlp_loss)
+            handle = inject(twins.sharded)
+            with pytest.raises(RuntimeError, match="on purpose"):
+                _mlp_loss(twins.sharded, rank).backward()
+            handle.remove()
+            twins.sharded.reset_iter_state()
+            twins.sharded.zero_grad()
+            assert _holds_no_unsharded(twins.sharded), where
+            for _ in range(2):
+                try:
+                    twins.step(_mlp_loss)
+                except AssertionError as error:
+                    raise AssertionError(f"after a failure in {where}: {error}") from error
+            assert _holds_no_unsharded(twins.sharded), where
+
+
+@pytest.mark.parametrize("reshard", RESHARD)
+def test_recovery_from_an_exception(reshard: bool | None) -> None:
+    run_ranks(2, _failures, reshard)
+
+
+class Region(nn.Module):
+    """Two sharded children that activation checkpointing runs again together; one has an output that no one uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 5), nn.Linear(5, 5)
+        self.side = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.first(x).relu()
+        side = self.side(x)
+        return self.second(x), side
+
+
+class CheckpointedRegions(nn.Module):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.regions = nn.ModuleList([Region(), Region()])
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        for region in self.regions:
+            x, _ = checkpoint(region, x, use_reentrant=self.reentrant)
+        return x
+
+
+def _checkpointed_regions(rank: int, world_size: int, reentrant: bool) -> None:
+    def shard(model: CheckpointedRegions) -> None:
+        for region in model.regions:
+            for child in region.children():
+                fully_shard(child)
+        fully_shard(model)
+
+    def loss(model: nn.Module, index: int) -> Tensor:
+        return model(batch(index, 2, 5).requires_grad_()).square().mean()
+
+    twins = Twins.of(rank, world_size, lambda: CheckpointedRegions(reentrant), shard)
+    for _ in range(2):
+        twins.step(loss)
+        assert _holds_no_unsharded(twins.sharded)
+    if reentrant:
+        return
+    phases: list[str] = []
+    context = twins.sharded._get_fsdp_state().schedule.context
+    value = loss(twins.sharded, rank)
+    with (
+        events.subscribe(lambda event: phases.append(event.phase) if isinstance(event, events.ModuleBegan) else None),
+        # It waits until every peer has read this rank's shards: within backward that would stop all prefetching.
+        mock.patch.object(context, "settle_gathers", wraps=context.settle_gathers) as settle,
+    ):
+        value.backward()
+    assert set(phases) == {"backward", "recompute"}
+    assert settle.call_count == 1
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpointed_region_with_several_sharded_modules(reentrant: bool) -> None:
+    run_ranks(2, _checkpointed_regions, reentrant)
+
+
+class _InterruptedTicket:
+    """Ctrl-C while a gather is waited for; notes the sizes of the storages when the gather is abandoned."""
+
+    def __init__(self, group: Any) -> None:
+        self.group, self.ticket, self.sizes = group, group._ticket, []
+        group._ticket = self
+
+    def wait(self) -> None:
+        raise KeyboardInterrupt
+
+    def abandon(self) -> None:
+        self.sizes = [flat.untyped_storage().size() for param in self.group.params for flat in param.flats]
+        self.ticket.abandon()
+
+
+def _interrupted_gather(rank: int, world_size: int) -> None:
+    """Transfers in flight write to memory that must not be given back before they end."""
+    twins = Twins.of(rank, world_size, MLP, _shard_mlp)
+    twins.step(_mlp_loss)
+    (group,) = state_of(twins.sharded.blocks[1]).groups
+    twins.sharded.blocks[1].unshard(async_op=True)
+    ticket = _InterruptedTicket(group)
+    with pytest.raises(KeyboardInterrupt):
+        _mlp_loss(twins.sharded, rank)
+    assert ticket.sizes
+    assert min(ticket.sizes) > 0
+    twins.sharded.reset_iter_state()
+    twins.step(_mlp_loss)
+    assert _holds_no_unsharded(twins.sharded)
+
+
+def test_interrupted_gather() -> None:
+    run_ranks(2, _interrupted_gather)
+
+
+def _interrupted_reduction(rank: int, world_size: int) -> None:
+    """Ctrl-C while the end of backward waits for reductions: their transfers are posted, and peers wait for them."""
+    model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256), nn.Linear(256, 5))
+    for module in (model[0], model[1], model):
+        fully_shard(module, mesh=networked_mesh((world_size,)))
+
+    def gradients() -> list[Tensor]:
+        model(torch.ones(4, 256) * (rank + 1)).square().mean().backward()
+        found = [parameter.grad.to_local().clone() for parameter in model.parameters()]
+        model.zero_grad()
+        return found
+
+    gradients()
+    expected = gradients()
+    context = model._get_fsdp_state().schedule.context
+    finish = context.finish_reductions
+    interrupted = 0
+
+    def interrupt(event: events.Event) -> None:
+        nonlocal interrupted
+        if isinstance(event, events.WaitStarted) and event.operation == "reduce-scatter":
+            interrupted += 1
+            raise KeyboardInterrupt
+
+    def finish_interrupted() -> None:
+        with events.subscribe(interrupt):
+            finish()
+
+    for trial in range(6):  # peers may have sent everything by chance
+        with (
+            mock.patch.object(context, "finish_reductions", finish_interrupted),
+            contextlib.suppress(KeyboardInterrupt),
+        ):
+            gradients()
+        assert interrupted == trial + 1
+        model.reset_iter_state()
+        model.zero_grad()
+        for _ in range(2):
+            assert all(map(torch.equal, gradients(), expected))
+
+
+def test_interrupted_reduction() -> None:
+    run_ranks(2, _interrupted_reduction)
+
+
+def _reset_drops_unreduced_gradients(rank: int, world_size: int) -> None:
+    """Gradients accumulated without sync, or without all-reduce, belong to the failed iteration and are dropped."""
+    hsdp = rank_mesh((2, world_size // 2), ("replicate", "shard"))
+    for mesh, hold_back in (
+        (rank_mesh((world_size,)), "set_requires_gradient_sync"),
+        (hsdp, "set_requires_gradient_sync"),
+        (hsdp, "set_requires_all_reduce"),
+    ):
+        for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(reduce_dtype=torch.float64)):
+            options = {"mesh": mesh, "mp_policy": policy}
+            twins = Twins.of(rank, world_size, MLP, lambda model: _shard_mlp(model, **options))  # noqa: B023
+            twins.step(_mlp_loss)
+            getattr(twins.sharded, hold_back)(False)
+            for _ in range(2):
+                _mlp_loss(twins.sharded, rank).backward()
+            twins.sharded.reset_iter_state()
+            getattr(twins.sharded, hold_back)(True)
+            heard: list[events.Event] = []
+            with events.subscribe(heard.append):
+                twins.step(_mlp_loss)
+            # As if nothing had been accumulated, in reduce_dtype, before. A shard group of one rank reduces nothing.
+            sent = {one.dtype for one in heard if isinstance(one, events.ReduceStarted)}
+            assert sent == ({torch.float32} if mesh.size(-1) > 1 else set())
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_reset_drops_unreduced_gradients(world_size: int) -> None:
+    run_ranks(world_size, _reset_drops_unreduced_gradients)
+
+
+# -- modules of other kinds --------------------------------------------------------------------------------------------
+
+
+class Holder(nn.Module):
+    """Returns its parameters, as they are and as views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(6, 4))
+        self.bias = nn.Parameter(torch.randn(4))
+
+    def forward(self) -> dict[str, Any]:
+        return {"leaf": self.bias, "views": [self.table[1:3], self.table.t()], "number": 3}
+
+
+class UsesHolder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.holder = Holder()
+        self.plain = nn.Sequential(nn.Tanh(), nn.Flatten(1))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        held = self.holder()
+        first, second = held["views"]
+        return self.plain(x @ second * 0.5).sum() + (first * held["leaf"]).square().sum(), held
+
+
+def _holder_loss(model: nn.Module, rank: int) -> Tensor:
+    return model(batch(rank, 3, 4))[0]
+
+
+def _leaf_alone(model: nn.Module, rank: int) -> Tensor:
+    return (model()["leaf"] * batch(rank, 4)).sum()
+
+
+def _parameters_as_outputs(rank: int, world_size: int) -> None:
+    for reshard in RESHARD:
+        shard = lambda model: _shard_children(model, reshard_after_forward=reshard)  # noqa: B023, E731
+        twins = Twins.of(rank, world_size, UsesHolder, shard)
+        for _ in range(2):
+            twins.step(_holder_loss)
+        loss, held = twins.sharded(batch(rank, 3, 4))
+        loss.backward()
+        twins.sharded.zero_grad()
+        for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+            with mode():
+                _, held = twins.sharded(batch(rank, 3, 4))
+            twins.sharded.reshard()
+            assert_close(held["leaf"].detach().clone(), twins.whole.holder.bias.detach(), "a leaf output")
+            assert_close(held["views"][1].detach().clone(), twins.whole.holder.table.t().detach(), "a view output")
+        alone = Twins.of(rank, world_size, Holder, lambda model: fully_shard(model, reshard_after_forward=reshard))  # noqa: B023
+        for _ in range(2):
+            alone.step(_leaf_alone)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_outputs_that_are_parameters(world_size: int) -> None:
+    run_ranks(world_size, _parameters_as_outputs)
+
+
+class Zoo(nn.Module):
+    """Modules that keep parameters in unusual places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, 5, num_layers=2, batch_first=True)
+        self.gru = nn.GRU(5, 4, bidirectional=True, batch_first=True)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.bag = Bag()
+        self.empty = nn.Sequential(nn.Identity())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.gru(self.lstm(x)[0])[0]
+        x = self.attention(x, x, x, need_weights=False)[0]
+        return self.empty(self.bag(x))
+
+
+class Bag(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.several = nn.ParameterList([torch.randn(8, 8) * 0.2, torch.randn(8)])
+        self.named = nn.ParameterDict({"gain": torch.randn(8), "shift": nn.Parameter(torch.randn(1, 8))})
+        self.unused = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for parameter in self.several:
+            x = x @ parameter if parameter.ndim == 2 else x + parameter
+        return x * self.named["gain"] + self.named["shift"]
+
+
+def _zoo_loss(model: nn.Module, rank: int) -> Tensor:
+    return model(batch(rank, 2, 3, 4)).square().mean()
+
+
+def _zoo(rank: int, world_size: int) -> None:
+    for shard in (fully_shard, _shard_children):
+        for reshard in RESHARD:
+            twins = Twins.of(rank, world_size, Zoo, lambda model: shard(model, reshard_after_forward=reshard))  # noqa: B023
+            for _ in range(2):
+                twins.step(_zoo_loss)
+            for model in (twins.sharded, twins.whole):
+                model.double()
+            expected = {fqn: value.dtype for fqn, value in twins.whole.state_dict().items()}
+            assert {fqn: value.dtype for fqn, value in twins.sharded.state_dict().items()} == expected
+            for model in (twins.sharded, twins.whole):
+                model.float()
+            with torch.no_grad():
+                for model in (twins.sharded, twins.whole):
+                    model.eval()
+                assert_close(_zoo_loss(twins.sharded, 0), _zoo_loss(twins.whole, 0), "evaluation")
+                for model in (twins.sharded, twins.whole):
+                    model.train()
+            twins.step(_zoo_loss)
+
+
+def test_modules_with_parameters_in_unusual_places() -> None:
+    run_ranks(2, _zoo)
+
+
+class Talker(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = Block(4, 5), Block(4, 6)
+
+    def encode(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
+        return self.encoder(x) * scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decoder(self.encode(x))
+
+
+def _other_methods(rank: int, world_size: int) -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.talker = Talker()
+
+        def forward(self, x: Tensor, how: str) -> Tensor:
+            return self.talker(x) if how == "forward" else self.talker.encode(x, scale=2.0)
+
+    def shard(model: Any) -> None:
+        fully_shard(model.talker)  # one group: encode finds its parameters sharded unless it is registered
+        register_fsdp_forward_method(model.talker, "encode")
+        fully_shard(model)
+
+    twins = Twins.of(rank, world_size, Two, shard)
+    for how in ("forward", "encode", "encode", "forward"):
+        twins.step(lambda model, rank: model(batch(rank, 2, 4), how).square().sum())  # noqa: B023
+    with torch.inference_mode():
+        seen, expected = (model.talker.encode(batch(rank, 2, 4)) for model in (twins.sharded, twins.whole))
+        assert_close(seen, expected, "encode in inference mode")
+    assert _holds_no_unsharded(twins.sharded)
+    assert isinstance(twins.sharded.talker.encoder.scale, DTensor)
+
+    handle = twins.sharded.talker.encoder.up.register_forward_hook(_raise)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        twins.sharded.talker.encode(batch(rank, 2, 4))
+    handle.remove()
+    twins.sharded.reset_iter_state()
+    assert _holds_no_unsharded(twins.sharded)
+    twins.step(lambda model, rank: model(batch(rank, 2, 4), "encode").square().sum())
+
+
+def test_other_methods_than_forward() -> None:
+    run_ranks(2, _other_methods)
+
+
+class Keywords(nn.Module):
+    """Returns the dtype of its argument, and the scaled argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, *, x: Tensor) -> tuple[torch.dtype, Tensor]:
+        return x.dtype, x * self.scale
+
+
+def _keywords(rank: int, world_size: int) -> None:
+    """Keyword arguments are cast to param_dtype like positional ones, unless the policy says that none are."""
+    for cast, seen in ((True, torch.bfloat16), (False, torch.float32)):
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=cast)
+        model = fully_shard(Keywords(), mp_policy=policy)
+        dtype, output = model(x=batch(rank, 2, 4))
+        assert dtype == output.dtype == seen
+
+
+def test_keyword_inputs_are_cast() -> None:
+    run_ranks(2, _keywords)
+
+
+def _attributes(rank: int, world_size: int) -> None:
+    """The sharded and the unsharded parameter both have the attributes that a user sets on one of them."""
+    linear = nn.Linear(4, 4)
+    linear.weight.no_decay = True
+    model = nn.Sequential(linear)
+    fully_shard(model)
+    assert linear.weight.no_decay
+    linear.weight.group = "late"
+    model.unshard()
+    assert not isinstance(linear.weight, DTensor)
+    assert (linear.weight.no_decay, linear.weight.group) == (True, "late")
+
+
+def test_attributes_of_parameters_are_kept() -> None:
+    run_ranks(2, _attributes)
+
+
+# -- groups of modules -------------------------------------------------------------------------------------------------
+
+
+class Trunk(nn.Module):
+    """A model whose head may be left to its caller."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(4, 5), Block(4, 3)])
+        self.norm = nn.LayerNorm(4)
+        self.head = nn.Linear(4, 9, bias=False)
+
+    def forward(self, x: Tensor, with_head: bool = True) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        x = self.norm(x)
+        return self.head(x) if with_head else x
+
+
+def _shard_trunk(model: Any, reshard: bool | None) -> None:
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard([model.norm, model.head], reshard_after_forward=reshard)
+    fully_shard(model)
+
+
+def _trunk_loss(model: nn.Module, rank: int) -> Tensor:
+    return F.cross_entropy(model(batch(rank, 6, 4)), torch.arange(6))
+
+
+def _chunked_loss(model: Any, rank: int) -> Tensor:
+    """The head runs once per chunk, outside the model's forward."""
+    hidden = model(batch(rank, 6, 4), with_head=False)
+    pieces = [F.cross_entropy(model.head(h), t) for h, t in zip(hidden.chunk(3), torch.arange(6).chunk(3), strict=True)]
+    return torch.stack(pieces).mean()
+
+
+def _chunked_backward(model: Any, rank: int, share: int, hold_back: bool) -> None:
+    """The same, with a backward for each chunk, so that only one chunk's logits are alive at a time."""
+    hidden = model(batch(rank, 6, 4), with_head=False)
+    leaf = hidden.detach().requires_grad_()
+    chunks = list(zip(leaf.chunk(3), torch.arange(6).chunk(3), strict=True))
+    for index, (h, t) in enumerate(chunks):
+        if hold_back:
+            last = index == len(chunks) - 1
+            model.head.set_requires_gradient_sync(last)
+            model.head.set_reshard_after_backward(last)
+        (F.cross_entropy(model.head(h), t) / 3 / share).backward()
+    hidden.backward(leaf.grad)
+
+
+def _grouped(rank: int, world_size: int) -> None:
+    for reshard in RESHARD:
+        twins = Twins.of(rank, world_size, Trunk, lambda model: _shard_trunk(model, reshard))  # noqa: B023
+        for _ in range(2):
+            twins.step(_trunk_loss)
+        for _ in range(2):
+            twins.step(_chunked_loss)
+            assert _holds_no_unsharded(twins.sharded)
+        for hold_back in (False, True):
+            _chunked_backward(twins.sharded, rank, 1, hold_back)
+            for one in range(world_size):
+                _chunked_backward(twins.whole, one, world_size, False)
+            twins.check_gradients()
+            twins.update()
+            assert _holds_no_unsharded(twins.sharded)
+        for loss in (_trunk_loss, _chunked_loss):
+            with torch.no_grad():
+                seen = loss(twins.sharded, rank)
+                assert_close(seen, loss(twins.whole, rank), "evaluation")
+            assert reshard is False or _holds_no_unsharded(twins.sharded)
+        twins.step(_trunk_loss)
+        with torch.no_grad():
+            assert_close(
+                _chunked_loss(twins.sharded, rank), _chunked_loss(twins.whole, rank), "evaluation after a step"
+            )
+            gathered: list[str] = []
+            with events.subscribe(lambda e: gathered.append(e.fqn) if isinstance(e, events.GatherStarted) else None):  # noqa: B023
+                twins.sharded(batch(rank, 6, 4))
+            assert gathered or world_size == 1
+            assert len(set(gathered)) == len(gathered), "modules of one call are gathered once, not each for itself"
+
+
+def _nested_in_a_list(rank: int, world_size: int) -> None:
+    """A module inside another one of the list belongs to that one."""
+    twins = Twins.of(rank, world_size, Trunk, lambda model: fully_shard([model, model.head, model.blocks[0].up]))
+    assert type(twins.sharded).__name__ == "FSDPTrunk"
+    assert type(twins.sharded.head) is nn.Linear
+    assert type(twins.sharded.blocks[0].up) is nn.Linear
+    for _ in range(2):
+        twins.step(_trunk_loss)
+
+
+def test_a_list_with_modules_inside_others() -> None:
+    run_ranks(2, _nested_in_a_list)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_grouped_modules_and_a_chunked_loss(world_size: int) -> None:
+    run_ranks(world_size, _grouped)

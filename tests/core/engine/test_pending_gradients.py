@@ -1,0 +1,463 @@
+"""Gradients that a backward without gradient sync, or without all-reduce, leaves for later: beside stock, or alone."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as stock
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.tensor import DTensor, Replicate
+
+import shardkit.core as shardkit
+from tests.core.engine.single_process import Twins, assert_close, batch
+from tests.support import rank_mesh, run_ranks
+
+DTYPES = {
+    "float32": (None, None),
+    "bfloat16": (torch.bfloat16, None),
+    "bfloat16, sums in float32": (torch.bfloat16, torch.float32),
+}
+
+
+class _Layers(nn.Module):
+    """Two layers with groups of their own, one of them frozen in part. The root's group has a tied weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.enter, self.leave = nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False)
+        self.leave.weight = self.enter.weight
+        self.second.bias.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.leave(self.second(self.first(self.enter(x)).tanh()))
+
+    def shard(self, api: Any, **options: Any) -> None:
+        for module in (self.first, self.second, self):
+            api.fully_shard(module, **options)
+
+    def backward(self, rank: int, step: int) -> None:
+        self(batch(rank, 3, 6, seed=step)).square().mean().backward()
+
+
+class _Chunked(nn.Module):
+    """The head runs once for each chunk of the loss, after the model's forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.norm, self.head = nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.body(x))
+
+    def shard(self, api: Any, **options: Any) -> None:
+        api.fully_shard(self.body, **options)
+        api.fully_shard([self.norm, self.head], **options)
+        api.fully_shard(self, **options)
+
+    def backward(self, rank: int, step: int) -> None:
+        hidden = self(batch(rank, 4, 6, seed=step))
+        sum(self.head(chunk).square().mean() for chunk in hidden.chunk(2)).backward()
+
+
+# "forward": one micro-batch in which gradients are reduced ("sync"), or not ("no sync"), or not over the replicas.
+# Other events happen between micro-batches.
+PROGRAMS: dict[str, tuple[str, ...]] = {
+    "accumulated": ("no sync", "no sync", "sync"),
+    "behind a reduced one": ("sync", "no sync", "no sync", "sync"),
+    "every other one": ("no sync", "sync", "no sync", "sync"),
+    "zeroed by the optimizer": ("no sync", "zero", "no sync", "sync", "zero", "sync"),
+    "zeroed in place": ("sync", "no sync", "zero in place", "sync"),
+    "scaled": ("sync", "no sync", "scale", "sync"),
+    "another factor": ("no sync", "factor", "no sync", "sync", "zero", "sync"),
+}
+HYBRID: dict[str, tuple[str, ...]] = {
+    "no all-reduce": ("no all-reduce", "no all-reduce", "sync"),
+    "no all-reduce, then no sync": ("no all-reduce", "no sync", "sync"),
+    "no sync, then no all-reduce": ("no sync", "no all-reduce", "sync"),
+    "zeroed sums": ("sync", "no all-reduce", "zero", "no all-reduce", "sync"),
+    "another factor for later sums": ("no all-reduce", "factor", "no all-reduce", "sync"),
+}
+
+
+def _happens(model: Any, optimizer: torch.optim.Optimizer, api: Any, event: str, rank: int, step: int) -> None:
+    if event.startswith("zero"):
+        optimizer.zero_grad(set_to_none=event == "zero")
+    elif event == "scale":
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+    elif event == "factor":
+        for module in model.modules():
+            if isinstance(module, api.FSDPModule):
+                module.set_gradient_divide_factor(3.0)
+                if dist.get_world_size() > 1:  # gloo has no PREMUL_SUM; alone, stock would divide twice
+                    module.set_force_sum_reduction_for_comms(True)
+    else:
+        model.set_requires_gradient_sync(event != "no sync")
+        if event == "no all-reduce":
+            model.set_requires_all_reduce(False)
+        model.backward(rank, step)
+
+
+def _gradients_of(rank: int, api: Any, kind: type[Any], program: tuple[str, ...], **options: Any) -> list[Any]:
+    """`parameter.grad` of each parameter after each event."""
+    torch.manual_seed(1)
+    model = kind()
+    model.shard(api, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen = []
+    for step, event in enumerate(program):
+        _happens(model, optimizer, api, event, rank, step)
+        for fqn, parameter in model.named_parameters():
+            gradient = parameter.grad
+            assert gradient is None or isinstance(gradient, DTensor), (event, fqn)
+            seen.append((step, event, fqn, None if gradient is None else gradient.to_local().clone()))
+    return seen
+
+
+def _compares(rank: int, world_size: int, kind: type[Any], programs: dict[str, tuple[str, ...]], dtypes: str) -> None:
+    hybrid = programs is HYBRID
+    mesh = rank_mesh((2, world_size // 2), ("replicas", "shards")) if hybrid else rank_mesh((world_size,))
+    for name, program in programs.items():
+        found = [
+            _gradients_of(rank, api, kind, program, mesh=mesh, mp_policy=api.MixedPrecisionPolicy(*DTYPES[dtypes]))
+            for api in (shardkit, stock)
+        ]
+        for (*where, seen), (*_, expected) in zip(*found, strict=True):
+            what = f"{name}: {where}"
+            assert (seen is None) == (expected is None), what
+            if seen is not None and seen.numel():
+                limit = 0.1 if dtypes == "bfloat16" else 1e-5  # ranks are summed in another order
+                assert float((seen - expected).abs().max()) <= limit * float(expected.abs().max()), what
+
+
+@pytest.mark.daily(world_size=[1, 3])
+@pytest.mark.parametrize("dtypes", DTYPES)
+@pytest.mark.parametrize("kind", [_Layers, _Chunked])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_gradients_are_those_of_stock(world_size: int, kind: type[Any], dtypes: str) -> None:
+    run_ranks(world_size, _compares, kind, PROGRAMS, dtypes)
+
+
+@pytest.mark.daily(world_size=[4])
+@pytest.mark.parametrize("dtypes", DTYPES)
+@pytest.mark.parametrize("kind", [_Layers, _Chunked])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_gradients_of_hsdp_are_those_of_stock(world_size: int, kind: type[Any], dtypes: str) -> None:
+    run_ranks(world_size, _compares, kind, HYBRID, dtypes)
+
+
+def _optimizer_states(rank: int, api: Any, mesh: Any, sync: bool) -> list[Any]:
+    """States that torch's functions save and load after a backward, and the gradients of the backward after it."""
+    torch.manual_seed(1)
+    models: list[Any] = [_Layers(), _Layers()]
+    optimizers = []
+    for model in models:
+        model.shard(api, mesh=mesh)
+        optimizers.append(torch.optim.AdamW(model.parameters(), lr=0.1))
+    models[0].backward(rank, 0)
+    optimizers[0].step()
+    models[1].set_requires_gradient_sync(sync)
+    models[1].backward(rank, 1)
+    fresh = get_optimizer_state_dict(models[1], optimizers[1])["state"]
+    set_optimizer_state_dict(models[1], optimizers[1], get_optimizer_state_dict(models[0], optimizers[0]))
+    loaded = get_optimizer_state_dict(models[1], optimizers[1])["state"]
+    models[1].set_requires_gradient_sync(True)
+    models[1].backward(rank, 2)
+    tensors = [one for states in (fresh, loaded) for state in states.values() for one in state.values()]
+    return [*tensors, *(parameter.grad for parameter in models[1].parameters())]
+
+
+def _loads_states(rank: int, world_size: int) -> None:
+    mesh = rank_mesh((world_size,))
+    for sync in (False, True):
+        seen, expected = (_optimizer_states(rank, api, mesh, sync) for api in (shardkit, stock))
+        assert len(seen) == len(expected) and (sync or len(seen) > 2 * 3 * 4)
+        for one, other in zip(seen, expected, strict=True):
+            assert (one is None) == (other is None)
+            if one is not None:
+                assert_close(*(x.to_local() if isinstance(x, DTensor) else x for x in (one, other)), "state")
+
+
+def test_optimizer_states_are_loaded_while_gradients_are_pending() -> None:
+    """In torch a gradient is a sign that states exist; if there is none, it initialises them by a step with lr=0."""
+    run_ranks(2, _loads_states)
+
+
+# -- reducing and changing them on purpose -----------------------------------------------------------------------------
+
+
+class _Skipping(nn.Module):
+    """Three layers and a number, of which a micro-batch may leave out one layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(5, 5) for _ in range(3))
+        self.gain = nn.Parameter(torch.tensor(0.5))
+        self.skips: nn.Module | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (self.first, self.second, self.third):
+            x = x if layer is self.skips else layer(x)
+        return x * self.gain
+
+
+def _loss(model: Any, rank: int) -> Tensor:
+    return (model(batch(rank, 2, 5)) - 0.5).square().mean()
+
+
+def _shard_all(mesh: Any, policy: Any = shardkit.MixedPrecisionPolicy()) -> Callable[[Any], None]:  # noqa: B008
+    def shard(model: Any) -> None:
+        for module in (model.first, model.second, model.third, model):
+            shardkit.fully_shard(module, mesh=mesh, mp_policy=policy)
+
+    return shard
+
+
+MESHES: dict[str, Callable[[int], Any]] = {
+    "fsdp": lambda world_size: rank_mesh((world_size,)),
+    "hsdp": lambda world_size: rank_mesh((2, world_size // 2), ("replicas", "shards")),
+    "replicas": lambda world_size: rank_mesh((world_size, 1), ("replicas", "shards")),
+}
+ON_MESHES = [(size, name) for name in MESHES for size in (1, 2, 4) if size > 1 or name == "fsdp"]
+
+
+def _accumulate(twins: Twins, *, hybrid: bool) -> None:
+    """Micro-batches over different layers, whose gradients wait in all ways that there are."""
+    for number in range(4 if hybrid else 2):
+        twins.sharded.set_requires_gradient_sync(number > 1)
+        twins.sharded.set_requires_all_reduce(False)
+        for model in (twins.sharded, twins.whole):
+            model.skips = (model.first, model.second, None, model.third)[number]
+        twins.backward(_loss)
+
+
+def _synchronizes(rank: int, world_size: int, mesh: str, reduce_dtype: torch.dtype | None) -> None:
+    make = _shard_all(MESHES[mesh](world_size), shardkit.MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
+    twins = Twins.of(rank, world_size, _Skipping, make)
+    twins.sharded.synchronize_gradients()  # before the first forward there are none
+    for number in range(2):
+        for parameter in twins.sharded.parameters():
+            assert parameter.grad is None, "after a backward without sync"
+        _accumulate(twins, hybrid=mesh != "fsdp")
+        pending = twins.sharded.get_pending_gradients()
+        assert pending and all(parameter.grad is None for parameter in pending)
+        factor = 0.5 if number else 1.0
+        for unreduced, partial in pending.values():
+            for one in (unreduced, partial):
+                if one is not None:
+                    one.mul_(factor)
+        twins.sharded.synchronize_gradients()
+        for parameter in twins.whole.parameters():
+            parameter.grad.mul_(factor)
+        twins.check_gradients()
+        assert not twins.sharded.get_pending_gradients()
+        twins.sharded.synchronize_gradients()
+        twins.check_gradients()
+        assert not any(group.settings.all_reduce_grads for group in twins.sharded._groups(recurse=True))
+        twins.update()
+        twins.check_parameters()
+
+
+@pytest.mark.parametrize("reduce_dtype", [None, torch.float64])
+@pytest.mark.parametrize(("world_size", "mesh"), ON_MESHES)
+def test_they_are_read_written_and_reduced(world_size: int, mesh: str, reduce_dtype: torch.dtype | None) -> None:
+    """Also where the last micro-batch is the first that uses a parameter, or leaves out another: not so in stock."""
+    run_ranks(world_size, _synchronizes, mesh, reduce_dtype)
+
+
+def _reads(rank: int, world_size: int) -> None:
+    model: Any = _Skipping()
+    _shard_all(MESHES["hsdp"](world_size))(model)
+    model.set_requires_gradient_sync(False)
+    _loss(model, rank).backward()
+    pending = model.get_pending_gradients()
+    assert [*map(id, pending)] == [*map(id, model.parameters())]
+    for parameter, (unreduced, partial) in pending.items():
+        assert unreduced is not None and unreduced.shape == parameter.shape and partial is None
+    assert [*map(id, model.second.get_pending_gradients())] == [*map(id, model.second.parameters())]
+    assert [*map(id, model.get_pending_gradients(recurse=False))] == [id(model.gain)]
+    model.synchronize_gradients(recurse=False)
+    assert model.gain.grad is not None and model.gain not in model.get_pending_gradients()
+    model.set_requires_gradient_sync(True)
+    model.set_requires_all_reduce(False)
+    _loss(model, rank).backward()
+    for parameter, (unreduced, partial) in model.get_pending_gradients().items():
+        assert unreduced is None and partial is not None and partial.shape == parameter.to_local().shape
+    refused: list[Exception] = []
+
+    def during(gradient: Tensor) -> None:
+        for method in (model.synchronize_gradients, model.get_pending_gradients):
+            with pytest.raises(RuntimeError, match="was called during a backward; call it after") as error:
+                method()
+            refused.append(error.value)
+
+    loss = _loss(model, rank)
+    loss.register_hook(during)
+    loss.backward()
+    assert len(refused) == 2
+
+
+def test_what_can_be_read() -> None:
+    run_ranks(4, _reads)
+
+
+# -- zeroing, steps, clipping ------------------------------------------------------------------------------------------
+
+
+def _zeroes(rank: int, world_size: int, mesh: str) -> None:
+    """One module of a group of several; its sibling, and a parameter that both use, once in each order."""
+
+    def build() -> nn.Module:
+        model = nn.Sequential(*(nn.Linear(5, 5) for _ in range(4)))
+        model[3].weight = model[0].weight
+        return model
+
+    def shard(model: Any) -> None:
+        shardkit.fully_shard([model[0], model[1]], mesh=MESHES[mesh](world_size))
+        shardkit.fully_shard(model, mesh=MESHES[mesh](world_size))
+
+    for below in ([0], [1], [3], [0, 1, 2, 3]):
+        for set_to_none in (True, False):
+            twins = Twins.of(rank, world_size, build, shard)
+            twins.sharded.set_requires_gradient_sync(mesh != "fsdp")
+            twins.sharded.set_requires_all_reduce(False)
+            twins.backward(_loss)
+            for model in (twins.sharded, twins.whole):
+                chosen = model if len(below) == 4 else model[below[0]]
+                if isinstance(chosen, shardkit.FSDPModule) or model is twins.whole:
+                    chosen.zero_grad(set_to_none)
+                else:  # a plain layer of the root's group: torch's own zero_grad
+                    twins.sharded.zero_grad(set_to_none)
+                    twins.whole.zero_grad(set_to_none)
+            twins.sharded.set_requires_gradient_sync(True)
+            twins.backward(_loss)
+            twins.check_gradients()
+            twins.update()
+
+
+@pytest.mark.parametrize(("world_size", "mesh"), ON_MESHES)
+def test_zero_grad_of_a_module_drops_what_is_below_it(world_size: int, mesh: str) -> None:
+    run_ranks(world_size, _zeroes, mesh)
+
+
+def _refuses(rank: int, world_size: int, mesh: str) -> None:
+    options = {"mesh": MESHES[mesh](world_size)}
+    layers: Any = _Layers()
+    layers.shard(shardkit, **options)
+    optimizers = {
+        name: torch.optim.AdamW(module.parameters(), lr=0.1)
+        for name, module in (("all", layers), ("first", layers.first))
+    }
+
+    def accumulate() -> None:
+        layers.second.set_requires_gradient_sync(mesh != "fsdp")
+        layers.second.set_requires_all_reduce(False)
+        layers.backward(rank, 0)
+
+    uses: dict[str, Callable[[], object]] = {
+        "an optimizer steps": optimizers["all"].step,
+        "the norm of gradients is taken": lambda: shardkit.clip_grad_norm_(layers.parameters(), 1.0),
+    }
+    waits = "its reduction" if mesh == "fsdp" else "HSDP's all-reduce"
+    layers.backward(rank, 0)
+    accumulate()
+    before = [parameter.to_local().clone() for parameter in layers.parameters()]
+    for what, use in uses.items():
+        with pytest.raises(
+            RuntimeError, match=f"^{what}, but a gradient of parameter 'second.weight' waits for {waits}; "
+        ):
+            use()
+    assert all(map(torch.equal, before, (parameter.to_local() for parameter in layers.parameters())))
+    shardkit.clip_grad_norm_(layers.first.parameters(), 1.0)
+    optimizers["first"].step()
+    layers.synchronize_gradients()
+    shardkit.clip_grad_norm_(layers.parameters(), 1.0)
+    optimizers["all"].step()
+    accumulate()
+    layers.zero_grad()
+    for use in uses.values():
+        use()
+
+
+@pytest.mark.parametrize(("world_size", "mesh"), ON_MESHES)
+def test_a_step_or_a_norm_without_them_is_refused(world_size: int, mesh: str) -> None:
+    run_ranks(world_size, _refuses, mesh)
+
+
+def _steps_with_a_closure(rank: int, world_size: int) -> None:
+    model: Any = _Skipping()
+    _shard_all(rank_mesh((world_size,)))(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = _loss(model, rank)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    model.set_requires_gradient_sync(False)
+    with pytest.raises(RuntimeError, match=r"a gradient of parameter 'gain' waits for its reduction"):
+        optimizer.step(closure)
+
+
+def test_a_closure_that_leaves_them_is_refused() -> None:
+    run_ranks(2, _steps_with_a_closure)
+
+
+def _freezes_and_casts(rank: int, world_size: int) -> None:
+    """A parameter frozen before the all-reduce gets the gradient of the backwards before. A cast is refused."""
+    twins = Twins.of(rank, world_size, _Skipping, _shard_all(MESHES["hsdp"](world_size)))
+    for frozen in (False, True):
+        twins.sharded.set_requires_all_reduce(frozen)
+        for model in (twins.sharded, twins.whole):
+            model.second.weight.requires_grad_(not frozen)
+        twins.backward(_loss)
+    twins.check_gradients()
+    twins.sharded.set_requires_all_reduce(False)
+    twins.backward(_loss)
+    with pytest.raises(
+        RuntimeError, match=r"'first.weight' was cast from torch.float32 to torch.float64 while .* all-reduce"
+    ):
+        twins.sharded.double()
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_sums_of_hsdp_of_frozen_and_cast_parameters(world_size: int) -> None:
+    run_ranks(world_size, _freezes_and_casts)
+
+
+def _unused(rank: int, world_size: int) -> None:
+    model: Any = _Skipping()
+    _shard_all(MESHES["hsdp"](world_size))(model)
+    launched: list[int] = []
+    for all_reduces in (False, False, True):
+        model.set_requires_all_reduce(all_reduces)
+        seen: list[shardkit.events.Event] = []
+        with shardkit.events.subscribe(seen.append):
+            _loss(model, rank).backward()
+        launched.append([e.fqn for e in seen if isinstance(e, shardkit.events.ReduceStarted)].count("second"))
+        model.skips = model.second
+    assert launched == [1, 0, 1], launched
+
+
+def test_zeros_of_unused_modules_are_reduced_once() -> None:
+    """Only in the backward that all-reduces the sums of an unused module."""
+    run_ranks(4, _unused)
+
+
+def _assigns_replicated(rank: int, world_size: int) -> None:
+    model: Any = shardkit.fully_shard(nn.Linear(4, world_size, bias=False))
+    model(batch(rank, 2, 4)).sum().backward()
+    model.weight.grad = model.weight.grad.redistribute(placements=[Replicate()])
+    with pytest.raises(RuntimeError, match=r"'weight' was assigned a gradient with \(Replicate\(\),\), and"):
+        model(batch(rank, 2, 4)).sum().backward()
+
+
+def test_a_reduced_gradient_is_added_to_its_like_only() -> None:
+    run_ranks(2, _assigns_replicated)

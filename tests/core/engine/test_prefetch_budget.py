@@ -1,0 +1,510 @@
+"""Prefetching within a budget of bytes: never exceeded, as events count it; used; and the results are the same bits."""
+
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from shardkit.core import MixedPrecisionPolicy, events, fully_shard, share_comm_ctx
+from shardkit.core.engine.param_group import FSDPParamGroup
+from shardkit.core.engine.state import state_of
+from tests.core.engine.single_process import batch
+from tests.core.engine.test_lifecycle import Routes
+from tests.support import networked_mesh, rank_mesh, run_ranks
+from tests.support.models import Block
+
+WIDTH = 7  # no world size but 1 divides it: all shards are uneven
+EVERYTHING = sys.maxsize
+MESHES = {"shared": rank_mesh, "networked": networked_mesh}
+
+
+@dataclass
+class Meter:
+    """The unsharded bytes, and those of packed buffers of gathers, that are held now and were held at most."""
+
+    held: dict[tuple[str, str], int] = field(default_factory=dict)
+    packed: tuple[str, int] | None = None
+    peak: int = 0
+    gathers: list[str] = field(default_factory=list)
+
+    def __call__(self, event: events.Event) -> None:
+        if isinstance(event, events.StorageAllocated) and event.kind == "unsharded":
+            self.held["unsharded", event.fqn] = event.bytes
+        elif isinstance(event, events.StorageAllocated) and event.kind == "packed":
+            self.packed = event.fqn, event.bytes  # a gather's or a reduction's: the next start tells which
+        elif isinstance(event, events.StorageFreed) and event.kind in ("unsharded", "packed"):
+            self.held.pop((event.kind, event.fqn), None)
+        elif isinstance(event, events.ReduceStarted):
+            self.packed = None
+        elif isinstance(event, events.GatherStarted):
+            self.gathers.append(event.fqn)
+            if self.packed is not None:
+                assert self.packed[0] == event.fqn
+                self.held["packed", event.fqn] = self.packed[1]
+                self.packed = None
+        self.peak = max(self.peak, self.now)
+
+    @property
+    def now(self) -> int:
+        return sum(self.held.values())
+
+
+def _groups(model: nn.Module) -> Iterator[FSDPParamGroup]:
+    for module in model.modules():
+        if (state := state_of(module)) is not None:
+            yield from state.groups
+
+
+def _needs(model: nn.Module) -> dict[str, int]:
+    """The bytes that each group takes while it is gathered."""
+    return {group.label: group.bytes_when_used(in_backward=False) for group in _groups(model)}
+
+
+class Tower(nn.Module):
+    """Blocks of many sizes, some frozen, then a layer of the root; the first gets inputs that need no gradient."""
+
+    HIDDEN = (5, 13, 29, 7, 17, 23)
+    FROZEN = (0, 3)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(WIDTH, 3)
+        self.gain = nn.Parameter(torch.tensor(0.5))  # 0-dim: a group of its own
+        self.blocks = nn.ModuleList(Block(WIDTH, hidden) for hidden in self.HIDDEN)
+        for index in self.FROZEN:
+            self.blocks[index].requires_grad_(False)
+        self.order = range(len(self.HIDDEN))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index in self.order:
+            x = self.blocks[index](x)
+        return self.out(x * self.gain)
+
+
+def _tower(mesh: Any, budget: int | None = None, root: bool | None = None, **options: Any) -> Any:
+    torch.manual_seed(0)
+    model = Tower()
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **({"reshard_after_forward": root} | options))
+    model.set_prefetch_budget(budget)
+    return model
+
+
+Step = Callable[[Any, int, int], None]
+
+
+def _one_forward(model: Any, rank: int, step: int) -> None:
+    model(batch(rank, 4, WIDTH, seed=step)).square().mean().backward()
+
+
+def _several_forwards(model: Any, rank: int, step: int) -> None:
+    """A forward without grad, one whose output is dropped, and two for a single backward."""
+    with torch.no_grad():
+        model(batch(rank, 4, WIDTH, seed=step + 1))
+    model(batch(rank, 4, WIDTH, seed=step + 2))
+    one, two = (model(batch(rank, 4, WIDTH, seed=seed)).square().mean() for seed in (step, step + 3))
+    (one * two).backward()
+
+
+def _changing_order(model: Any, rank: int, step: int) -> None:
+    """The learnt order is always wrong: blocks are skipped, repeated and reversed."""
+    for order in ([0, 1, 2, 3, 4, 5], [5, 3, 1], [2, 2, 4, 2], [0, 5, 0]):
+        model.order = order
+        _one_forward(model, rank, step)
+
+
+def _accumulate(model: Any, rank: int, step: int) -> None:
+    for sync in (False, True):
+        model.set_requires_gradient_sync(sync)
+        _one_forward(model, rank, step + sync)
+
+
+def _listed(model: Any, rank: int, step: int) -> None:
+    """The user's own lists of modules to gather ahead."""
+    blocks = model.blocks
+    model.set_modules_to_forward_prefetch([blocks[0], blocks[1], blocks[2]])
+    blocks[2].set_modules_to_forward_prefetch([blocks[4], blocks[3], blocks[5]])
+    blocks[5].set_modules_to_backward_prefetch([blocks[4], blocks[2]])
+    _one_forward(model, rank, step)
+
+
+def _train(model: Any, rank: int, step: Step, meter: Meter) -> tuple[list[Tensor], list[int]]:
+    """Gradients of three steps of SGD, and how many gathers each took."""
+    gradients: list[Tensor] = []
+    counts: list[int] = []
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    with events.subscribe(meter):
+        for index in range(3):
+            before = len(meter.gathers)
+            step(model, rank, index)
+            counts.append(len(meter.gathers) - before)
+            assert meter.now == 0, f"left over: {meter.held}"
+            gradients += [p.grad.to_local().clone() for p in model.parameters() if p.grad is not None]
+            optimizer.step()
+            optimizer.zero_grad()
+    return gradients, counts
+
+
+def _within_budgets(rank: int, world_size: int, kind: str, step: Step) -> None:
+    mesh = MESHES[kind]((world_size,))
+    expected, plain = _train(_tower(mesh, root=True), rank, step, Meter())
+    model = _tower(mesh)
+    model(batch(rank, 4, WIDTH))
+    need = _needs(model)
+    # The root runs around every block, and the first block that trains stays until the end of backward.
+    root, blocks = need.pop("FSDPTower") + need.pop("FSDPTower: gain"), [need[f"blocks.{i}"] for i in range(6)]
+    least = root + max(blocks) + max(blocks[:3])
+    before = plain
+    for budget in (least, least + 1100, root + 2 * sum(blocks), EVERYTHING):
+        meter = Meter()
+        seen, counts = _train(_tower(mesh, budget), rank, step, meter)
+        assert meter.peak <= budget, f"{meter.peak} bytes at once, with a budget of {budget}"
+        assert len(seen) == len(expected)
+        assert all(torch.equal(one, other) for one, other in zip(seen, expected, strict=True)), budget
+        # The first step has not learnt an order yet. More room only helps if the learnt order holds.
+        limit = before if step in (_one_forward, _accumulate) else plain
+        if step is _changing_order and budget == least:  # no room for the block that a depth keeps for backward
+            limit = [count + 1 for count in plain]
+        assert all(now <= then for now, then in zip(counts[1:], limit[1:], strict=True)), (budget, counts, limit)
+        before = counts
+    assert sum(before) < sum(plain)
+
+
+@pytest.mark.daily(kind=["networked"])
+@pytest.mark.parametrize("step", [_one_forward, _several_forwards, _changing_order, _accumulate, _listed])
+@pytest.mark.parametrize("kind", MESHES)
+def test_budget_is_kept_and_used(kind: str, step: Step) -> None:
+    run_ranks(2, _within_budgets, kind, step)
+
+
+@pytest.mark.parametrize("world_size", [1, 3, 4])
+def test_budget_on_other_world_sizes(world_size: int) -> None:
+    run_ranks(world_size, _gathered_once, "networked")
+
+
+def _gathered_once(rank: int, world_size: int, kind: str) -> None:
+    """With room for everything each group is gathered once an iteration; with least room as if it were resharded."""
+    mesh = MESHES[kind]((world_size,))
+    bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for options in ({}, {"mp_policy": bf16}):
+        model = _tower(mesh, EVERYTHING, **options)
+        meter = Meter()
+        with events.subscribe(meter):
+            for _ in range(3):
+                meter.gathers.clear()
+                _one_forward(model, rank, 0)
+                groups = ["FSDPTower", *(f"blocks.{index}" for index in range(6))] if world_size > 1 else []
+                assert meter.gathers == groups
+                model.zero_grad()
+        assert meter.now == 0
+
+
+def _ahead(rank: int, world_size: int) -> None:
+    """How many equal blocks are under way when the first one runs, and how many stay, by the number that has room."""
+    mesh = rank_mesh((world_size,))
+    for room in range(1, 7):
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(6)))
+        for block in model:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        model.set_prefetch_budget(room * 8 * 8 * 4 + 17)
+        held: list[int] = []
+        model[0].register_forward_pre_hook(lambda *unused: held.append(sum(g.is_unsharded for g in _groups(model))))  # noqa: B023
+        for iteration in range(3):
+            meter = Meter()
+            with events.subscribe(meter):
+                model(torch.ones(2, 8, requires_grad=True)).sum().backward()
+            assert held.pop() == (room if iteration else 1)
+            assert len(meter.gathers) == 6 + (6 - room)
+            assert meter.peak == room * 8 * 8 * 4
+
+
+def test_a_budget_is_the_number_of_groups_that_fit() -> None:
+    run_ranks(2, _ahead)
+
+
+def _nested(rank: int, world_size: int) -> None:
+    """Blocks in blocks, skipped, repeated, and one that calls itself."""
+    for reshard in (True, False, 2) if world_size == 4 else (True, False):
+        seen: list[list[Tensor]] = []
+        for budget in (None, 2200, 3000, EVERYTHING):
+            torch.manual_seed(0)
+            model: Any = Routes()
+            mesh = networked_mesh((world_size,))
+            for module in (model.outer[1], *model.children()):
+                fully_shard(module, mesh=mesh, reshard_after_forward=reshard)
+            fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+            model.set_prefetch_budget(budget)
+            meter = Meter()
+            gradients: list[Tensor] = []
+            with events.subscribe(meter):
+                for route in ("omain", "oia", "oia", "aaoa", "nmmii", "omain", "io"):
+                    model.zero_grad()
+                    model(batch(rank, 3, 4), route).square().mean().backward()
+                    gradients += [p.grad.to_local().clone() for p in model.parameters() if p.grad is not None]
+                    assert meter.now == 0
+            if budget is not None:
+                assert 0 < meter.peak <= budget
+            seen.append(gradients)
+        for other in seen[1:]:
+            assert all(torch.equal(one, two) for one, two in zip(seen[0], other, strict=True))
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_nested_groups(world_size: int) -> None:
+    run_ranks(world_size, _nested)
+
+
+# -- budgets that are too small ----------------------------------------------------------------------------------------
+
+
+def _too_small(rank: int, world_size: int) -> None:
+    mesh = networked_mesh((world_size,))
+    model = _tower(mesh)
+    _one_forward(model, rank, 0)
+    need = _needs(model)
+    root, largest = need["FSDPTower"] + need["FSDPTower: gain"], need["blocks.2"]
+    # The root's bytes once its gather is done and its packed buffer is freed.
+    held = sum(param.unsharded_bytes for group in state_of(model).groups for param in group.params)
+    model.set_prefetch_budget(root - 1)
+    with pytest.raises(
+        ValueError, match=rf"budget of {root - 1} bytes does not hold group 'FSDPTower.*set_prefetch_budget"
+    ):
+        model(batch(rank, 4, WIDTH))
+    model.reset_iter_state()
+    tight = max(root, held + largest - 1)
+    model.set_prefetch_budget(tight)
+    message = (
+        rf"group 'blocks\.2', which takes {largest} bytes.*{held} bytes.*'FSDPTower'.*at least {held + largest} bytes"
+    )
+    with pytest.raises(ValueError, match=message):
+        model(batch(rank, 4, WIDTH))
+    model.reset_iter_state()
+    meter = Meter()
+    with events.subscribe(meter):
+        model.set_prefetch_budget(held + 2 * largest)  # a forward that raised leaves nothing behind
+        _one_forward(model, rank, 0)
+    assert meter.now == 0
+    assert meter.peak <= held + 2 * largest
+
+
+def test_a_budget_that_is_too_small_names_the_group() -> None:
+    run_ranks(2, _too_small)
+
+
+def _held_by_the_user(rank: int, world_size: int) -> None:
+    """Blocks that the user unshards stay and count, and are refused if there is no room for them."""
+    mesh = rank_mesh((world_size,))
+    model = _tower(mesh)
+    _one_forward(model, rank, 0)
+    need = _needs(model)
+    root = need["FSDPTower"] + need["FSDPTower: gain"]
+    budget = root + need["blocks.0"] + need["blocks.2"] + need["blocks.5"]
+    model.set_prefetch_budget(budget)
+    meter = Meter()
+    with events.subscribe(meter):
+        handles = [model.blocks[2].unshard(async_op=True), model.blocks[5].unshard(async_op=True)]
+        model.blocks[0].unshard(async_op=True)
+        with pytest.raises(ValueError, match=r"group 'blocks\.4'.*'blocks\.0', 'blocks\.2', 'blocks\.5'"):
+            model.blocks[4].unshard(async_op=True)
+        for handle in handles:
+            handle.wait()
+        for index in (2, 5):
+            assert model.blocks[index].up.weight.shape == (Tower.HIDDEN[index], WIDTH)
+        for block in model.blocks:
+            block.reshard()
+        assert meter.now == 0
+        _one_forward(model, rank, 0)
+    assert meter.peak <= budget
+
+
+def test_what_the_user_unshards_counts() -> None:
+    run_ranks(2, _held_by_the_user)
+
+
+def _refused(rank: int, world_size: int) -> None:
+    for wrong in (0, -1, 1.5, True, "1GB"):
+        with pytest.raises(ValueError, match=r"positive number of bytes or None"):
+            _tower(None, wrong)
+    model = _tower(None, 1000)
+    with pytest.raises(ValueError, match=r"set_prefetch_depth\(2\).*set_prefetch_budget.1000. was already called"):
+        model.set_prefetch_depth(2)
+    model.set_prefetch_budget(None)
+    model.set_prefetch_depth(1)
+    with pytest.raises(ValueError, match=r"set_prefetch_budget\(1000\).*set_prefetch_depth\(1\) was already called"):
+        model.set_prefetch_budget(1000)
+    below = _tower(None)
+    below.blocks[1].set_prefetch_budget(77)
+    with pytest.raises(RuntimeError, match=r"set_prefetch_budget\(77\).*'blocks\.1'.*root FSDPTower.*call it there"):
+        below(torch.ones(2, WIDTH))
+
+
+def test_what_is_no_budget_is_refused() -> None:
+    run_ranks(1, _refused)
+
+
+def _frozen_before_anything_trains(rank: int, world_size: int) -> None:
+    """Backward skips a block whose output needs no gradient, so the block is neither kept nor gathered for it."""
+    for budget in (None, EVERYTHING):
+        model = _tower(rank_mesh((world_size,)), budget)
+        for _ in range(2):
+            output = model(batch(rank, 4, WIDTH))
+            unsharded = [group.label for group in _groups(model) if group.is_unsharded]
+            assert ("blocks.0" in unsharded) is False
+            meter = Meter()
+            with events.subscribe(meter):
+                output.sum().backward()
+            assert "blocks.0" not in meter.gathers
+
+
+def test_frozen_groups_that_backward_does_not_need() -> None:
+    run_ranks(2, _frozen_before_anything_trains)
+
+
+def _kept_after_evaluation(rank: int, world_size: int) -> None:
+    """`reshard_after_forward=False` keeps the groups that fit, also when no backward follows."""
+    model = _tower(rank_mesh((world_size,)), EVERYTHING, reshard_after_forward=False)
+    _counts_of_evaluations(model, rank, [7, 0, 0])
+
+
+def _counts_of_evaluations(model: Any, rank: int, expected: Sequence[int]) -> None:
+    shards = list(model.parameters())
+    for count in expected:
+        meter = Meter()
+        with events.subscribe(meter), torch.no_grad():
+            model(batch(rank, 4, WIDTH))
+        assert len(meter.gathers) == count
+    with torch.no_grad():
+        for parameter in shards:
+            parameter.mul_(0.5)
+        again = model(batch(rank, 4, WIDTH))
+        model.set_reshard_after_forward(True)
+        for module in (model, *model.blocks):
+            module.reshard()
+        assert torch.equal(again, model(batch(rank, 4, WIDTH))), "a stale parameter was used"
+
+
+def test_evaluation_with_parameters_kept() -> None:
+    run_ranks(2, _kept_after_evaluation)
+
+
+# -- nested, recomputed, in a new order --------------------------------------------------------------------------------
+
+
+class _Nested(nn.Module):
+    """Blocks of random sizes, some around another one that is sharded, recomputed or not."""
+
+    def __init__(self, draw: random.Random) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(WIDTH, draw.choice([3, 9, 17, 31])) for _ in range(draw.randint(4, 7)))
+        self.inner = nn.ModuleList(Block(WIDTH, draw.choice([3, 8])) for _ in range(2))
+        self.holders = draw.sample(range(len(self.blocks)), 2)
+        self.recomputes = draw.random() < 0.7
+        self.order = list(range(len(self.blocks)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index in self.order:
+            x = checkpoint(self._run, index, x, use_reentrant=False) if self.recomputes else self._run(index, x)
+        return x
+
+    def _run(self, index: int, x: Tensor) -> Tensor:
+        x = self.blocks[index](x)
+        return self.inner[self.holders.index(index)](x) if index in self.holders else x
+
+
+def _stays_within(rank: int, world_size: int, mesh: str, seeds: Sequence[int]) -> None:
+    for seed in seeds:
+        draw = random.Random(seed)
+        torch.manual_seed(seed)
+        model: Any = _Nested(draw)
+        for module in (*model.inner, *model.blocks, model):
+            fully_shard(module, mesh=MESHES[mesh]((world_size,)))
+        model(batch(rank, 4, WIDTH)).square().mean().backward()
+        needs = sorted(_needs(model).values())
+        model.set_prefetch_budget(budget := sum(needs[-2:]) + draw.randrange(needs[-1]))
+        meter = Meter()
+        with events.subscribe(meter):
+            for step in range(5):
+                draw.shuffle(model.order)
+                _one_forward(model, rank, step)
+        assert meter.peak <= budget, seed
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_budget_holds_for_random_models(mesh: str) -> None:
+    run_ranks(2, _stays_within, mesh, range(24))
+
+
+# -- beside a depth ----------------------------------------------------------------------------------------------------
+
+
+def _bytes_held(model: nn.Module) -> int:
+    return sum(
+        flat.untyped_storage().nbytes() for group in _groups(model) for param in group.params for flat in param.flats
+    )
+
+
+def _beside_a_depth(rank: int, world_size: int, mesh: str) -> None:
+    """Two roots share lanes; the backward of the one with a budget follows a forward of the one with a depth."""
+    bounded, other = (_tower(MESHES[mesh]((world_size,))) for _ in range(2))
+    share_comm_ctx([bounded, other])
+    other.set_prefetch_depth(5)
+    for model in (bounded, other):
+        _one_forward(model, rank, 0)
+    needs = sorted(_needs(bounded).values())
+    budget = sum(needs[-3:])
+    bounded.set_prefetch_budget(budget)
+    most = 0
+
+    def note(event: events.Event) -> None:
+        nonlocal most
+        if isinstance(event, events.StorageAllocated):
+            most = max(most, _bytes_held(bounded))
+
+    with events.subscribe(note):
+        for step in range(3):
+            losses = [model(batch(rank, 4, WIDTH, seed=step)).square().mean() for model in (bounded, other)]
+            for loss in reversed(losses):
+                loss.backward()
+    assert needs[-1] < most <= budget
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_budget_holds_beside_a_root_with_a_depth(mesh: str) -> None:
+    run_ranks(2, _beside_a_depth, mesh)
+
+
+def _budget_then_depth(rank: int, world_size: int) -> None:
+    """After a change to a depth only the depth counts: the same gathers, and the same memory, as without the change."""
+    meters = []
+    for budget in (False, True):
+        model = _tower(rank_mesh((world_size,)))
+        for step in range(2):
+            _one_forward(model, rank, step)
+        if budget:
+            model.set_prefetch_budget(EVERYTHING)
+            loss = model(batch(rank, 4, WIDTH)).square().mean()
+            model.set_prefetch_budget(None)
+            model.set_prefetch_depth(0)
+            loss.backward()
+        else:
+            model.set_prefetch_depth(0)
+            _one_forward(model, rank, 2)
+        meters.append(Meter())
+        with events.subscribe(meters[-1]):
+            for step in range(2):
+                _one_forward(model, rank, step)
+    assert meters[0].peak == meters[1].peak
+    assert meters[0].gathers == meters[1].gathers
+
+
+def test_a_depth_after_a_budget() -> None:
+    run_ranks(2, _budget_then_depth)

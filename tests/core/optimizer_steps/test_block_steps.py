@@ -1,0 +1,230 @@
+"""8-bit optimizers on plain shards: bitsandbytes', which DTensors cannot take, and torchao's, which they can."""
+
+import copy
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardkit.core import Blocks, Owned, fully_shard, optimizer_step_on_shards
+from shardkit.core.checkpoint import CheckpointManager, TrainingState
+from tests.core.optimizer_steps.placed_training import assert_same, optimizer_for
+from tests.support import rank_mesh, run_ranks
+
+NAMES = ["AdamW8bit", "Lion8bit", "Adam", "SGD8bit"]
+
+
+class Net(nn.Module):
+    """Weights of 64 x 256 elements and less; on four ranks the smallest biases are one number, or nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(64, 256), nn.Linear(256, 64), nn.Linear(64, 3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers[2](self.layers[1](self.layers[0](x).tanh()).tanh())
+
+
+def build(world_size: int, name: str, seed: int = 0, blocks: bool = False) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """`blocks`: weights are cut between blocks of 4096 elements, and all else lies whole on one rank."""
+    torch.manual_seed(seed)
+    model = Net()
+    choose = {"shard_placement_fn": in_blocks} if blocks else {}
+    for layer in model.layers:
+        fully_shard(layer, mesh=rank_mesh((world_size,)), **choose)
+    fully_shard(model, mesh=rank_mesh((world_size,)), **choose)
+    optimizer = bitsandbytes(name, model.parameters())
+    if not blocks:
+        optimizer_step_on_shards(optimizer)
+    return model, optimizer
+
+
+def in_blocks(parameter: nn.Parameter) -> object:
+    return Blocks(elements=4096) if parameter.numel() % 4096 == 0 else Owned()
+
+
+def bitsandbytes(name: str, parameters: Any) -> torch.optim.Optimizer:
+    options = {"momentum": 0.9} if name.startswith("SGD") else {}
+    return optimizer_for(f"bitsandbytes.optim.{name}", parameters, **options)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(seed))
+    model(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def local(values: Any) -> Any:
+    if isinstance(values, dict):
+        return {key: local(value) for key, value in values.items()}
+    return values.to_local().clone() if isinstance(values, DTensor) else copy.deepcopy(values)
+
+
+def _alike(rank: int, world_size: int, name: str) -> None:
+    model, optimizer = build(world_size, name)
+    plain = [nn.Parameter(p.to_local().clone()) for p in model.parameters()]
+    reference = bitsandbytes(name, plain)
+    for number in range(4):
+        x = torch.randn(4, 64, generator=torch.Generator().manual_seed(10 * number + rank))
+        model(x).square().mean().backward()
+        for mine, theirs in zip(model.parameters(), plain, strict=True):
+            theirs.grad = mine.grad.to_local().clone()
+        optimizer.step()
+        optimizer.zero_grad()
+        reference.step()
+        for mine, theirs in zip(model.parameters(), plain, strict=True):
+            assert torch.equal(mine.to_local(), theirs), number
+            assert_same(local(dict(optimizer.state[mine])), dict(reference.state[theirs]), f"step {number}")
+    weight = optimizer.state[model.layers[0].weight]
+    if name != "Adam":
+        assert weight["state1"].to_local().dtype == torch.uint8
+        assert weight["absmax1"].shape == (64,), "all ranks' scales"
+
+
+@pytest.mark.daily(world_size=[2])
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_steps_as_on_plain_shards(world_size: int, name: str) -> None:
+    run_ranks(world_size, _alike, name)
+
+
+def _resumes(rank: int, world_size: int, name: str) -> None:
+    model, optimizer = build(world_size, name)
+    for number in range(3):
+        step(model, optimizer, number)
+    other, resumed = build(world_size, name, seed=1)
+    other.load_state_dict(model.state_dict())
+    resumed.load_state_dict(optimizer.state_dict())
+    for number in range(3, 6):
+        step(model, optimizer, number)
+        step(other, resumed, number)
+    assert_same(local(dict(other.state_dict())), local(dict(model.state_dict())), "weights")
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        assert_same(local(dict(resumed.state[theirs])), local(dict(optimizer.state[mine])), "state")
+
+
+@pytest.mark.parametrize("name", ["AdamW8bit", "Lion8bit"])
+def test_a_loaded_state_dict_goes_on_with_the_same_bits(name: str) -> None:
+    run_ranks(2, _resumes, name)
+
+
+def whole(values: Any) -> Any:
+    if isinstance(values, dict):
+        return {key: whole(value) for key, value in values.items()}
+    return values.full_tensor().clone() if isinstance(values, DTensor) else copy.deepcopy(values)
+
+
+def _saved(rank: int, world_size: int, path: Path, blocks: bool) -> tuple[list[Any], list[Any]]:
+    """The saved state, and the state after one more step."""
+    model, optimizer = build(world_size, "AdamW8bit", blocks=blocks)
+    for number in range(3):
+        step(model, optimizer, number)
+    with CheckpointManager(path) as manager:
+        manager.save(3, TrainingState(model, optimizer))
+        manager.wait()
+    saved = everything(model, optimizer)
+    step(model, optimizer, 3)
+    return saved, everything(model, optimizer)
+
+
+def _loaded(rank: int, world_size: int, path: Path, blocks: bool) -> tuple[list[Any], list[Any]]:
+    model, optimizer = build(world_size, "AdamW8bit", seed=1, blocks=blocks)
+    step(model, optimizer, 9)  # so that there is state to read into
+    with CheckpointManager(path) as manager:
+        manager.restore(TrainingState(model, optimizer))
+    loaded = everything(model, optimizer)
+    step(model, optimizer, 3)
+    return loaded, everything(model, optimizer)
+
+
+def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Weights, and the 8-bit state, of which every rank has a part (of an owned parameter only the owner has state)."""
+    found = []
+    for p in model.parameters():
+        state = optimizer.state.get(p, {})
+        eight_bit = {key: state[key] for key in ("state1", "absmax1", "state2", "absmax2") if "absmax1" in state}
+        found.append(whole({"weight": p.detach(), **eight_bit}))
+    return found
+
+
+@pytest.mark.parametrize("blocks", [False, True], ids=["sharded", "on Blocks"])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_a_checkpoint_of_two_ranks_loads_on_any_number(world_size: int, blocks: bool, tmp_path: Path) -> None:
+    expected = run_ranks(2, _saved, tmp_path / "two", blocks)[0]
+    seen = run_ranks(world_size, _loaded, tmp_path / "two", blocks)[0]
+    assert "absmax1" in seen[0][0]
+    # On another number of ranks the sums of gradients, over as many rows, round otherwise from the next step on.
+    for mine, theirs in zip(seen[: 1 + (world_size == 2)], expected, strict=False):
+        assert_same(dict(enumerate(mine)), dict(enumerate(theirs)), "loaded")
+
+
+def _settings_of_one(rank: int, world_size: int) -> None:
+    bnb = pytest.importorskip("bitsandbytes")
+    model, optimizer = build(world_size, "AdamW8bit")
+    manager = bnb.optim.GlobalOptimManager.get_instance()
+    try:
+        manager.override_config(model.layers[0].weight, "optim_bits", 32)
+        manager.register_module_override(model.layers[1], "weight", {"optim_bits": 32})
+        step(model, optimizer, 0)
+    finally:
+        manager.pid2config.clear()
+        manager.index2config.clear()
+        manager.module_weight_config_triple.clear()
+    for layer in model.layers[:2]:
+        assert optimizer.state[layer.weight]["state1"].to_local().dtype == torch.float32
+
+
+def test_settings_of_single_parameters_hold() -> None:
+    run_ranks(2, _settings_of_one)
+
+
+def _cut_through(rank: int, world_size: int) -> None:
+    model, optimizer = build(world_size, "AdamW8bit")
+    before = [p.to_local().clone() for p in model.parameters()]
+    with pytest.raises(RuntimeError, match=r"'layers\.0\.weight' of shape \(256, 64\) .* not whole blocks of 256"):
+        step(model, optimizer, 0)
+    assert all(torch.equal(p.to_local(), old) for p, old in zip(model.parameters(), before, strict=True))
+    assert all(isinstance(p, DTensor) for p in optimizer.param_groups[0]["params"])
+
+
+def test_blocks_that_cross_ranks_are_refused() -> None:
+    run_ranks(3, _cut_through)
+
+
+@pytest.mark.parametrize("name", ["LAMB8bit", "LARS8bit", "AdEMAMix8bit"])
+def test_optimizers_that_read_whole_parameters_are_refused(name: str) -> None:
+    options = {"momentum": 0.9} if name == "LARS8bit" else {}
+    cls = getattr(pytest.importorskip("bitsandbytes").optim, name)
+    with pytest.raises(TypeError, match=f"{name} is not known to update each element"):
+        optimizer_step_on_shards(cls([nn.Parameter(torch.ones(2))], lr=0.1, **options))
+
+
+def _torchao(rank: int, world_size: int, name: str) -> None:
+    warnings.simplefilter("ignore")
+    models, optimizers = [], []
+    for on_shards in (True, False):
+        torch.manual_seed(0)
+        model = fully_shard(Net(), mesh=rank_mesh((world_size,)))
+        optimizer = getattr(pytest.importorskip("torchao.optim"), name)(model.parameters(), lr=0.01)
+        if on_shards:
+            optimizer_step_on_shards(optimizer)
+        models.append(model)
+        optimizers.append(optimizer)
+    with torch.compiler.set_stance("force_eager"):
+        for number in range(3):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                step(model, optimizer, 10 * number + rank)
+    for mine, theirs in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(mine.to_local(), theirs.to_local())
+        for key, value in optimizers[1].state[theirs].items():
+            assert type(optimizers[0].state[mine][key]) is type(value), key
+
+
+@pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit"])
+def test_torchao_steps_as_on_dtensors(name: str) -> None:
+    run_ranks(2, _torchao, name, timeout=120)

@@ -1,0 +1,649 @@
+"""Optimizer steps on plain tensors: the bits of one process, or of steps on DTensors, and nothing else to be seen."""
+
+import copy
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor.debug import CommDebugMode
+
+from shardkit.core import Blocks, Owned, fully_shard, optimizer_step_on_shards, plan_owners
+from shardkit.core.torch_compat import local_of
+from tests.core.optimizer_steps.placed_training import (
+    Layers,
+    assert_same,
+    backward_alike,
+    check,
+    loss_of,
+    matrices,
+    optimizer_for,
+    shard_layers,
+    step,
+)
+from tests.support import rank_mesh, run_ranks
+
+# -- on any shard: the same as on DTensors ---------------------------------------------------------------------------
+
+ELEMENTWISE: list[tuple[str, dict[str, Any]]] = [
+    ("AdamW", {"foreach": True, "amsgrad": True}),
+    ("AdamW", {"foreach": False}),
+    ("AdamW", {"fused": True}),
+    ("Adam", {"foreach": True, "weight_decay": 0.1}),
+    ("SGD", {"foreach": True, "momentum": 0.9, "nesterov": True}),
+    ("SGD", {"foreach": False}),
+    ("Adagrad", {}),
+    ("RMSprop", {"momentum": 0.5, "centered": True}),
+    ("Adadelta", {}),
+    ("Adamax", {}),
+    ("NAdam", {"lr": 1e-2}),
+    ("RAdam", {}),
+    ("ASGD", {}),
+]
+
+
+class Odd(nn.Module):
+    """Uneven and empty shards, a 0-dim parameter, one that is frozen and one that gets no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(5, 7)
+        self.second = nn.Linear(7, 1)
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.unused = nn.Parameter(torch.ones(3))
+        self.first.bias.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x).relu()) * self.scale
+
+
+class Pair:
+    """Two models that train alike, the first one's optimizer on plain shards."""
+
+    def __init__(self, world_size: int, name: str, options: dict[str, Any]) -> None:
+        self.models, self.optimizers = [], []
+        for _ in range(2):
+            model, mesh = Odd(), rank_mesh((world_size,))
+            fully_shard(model.first, mesh=mesh)
+            self.models.append(fully_shard(model, mesh=mesh))
+            first, *others = model.parameters()
+            groups = [{"params": [first], "lr": 0.02}, {"params": others}]
+            self.optimizers.append(getattr(torch.optim, name)(groups, **({"lr": 0.05} | options)))
+        optimizer_step_on_shards(self.optimizers[0])
+        optimizer_step_on_shards(self.optimizers[0])  # changes nothing
+
+    def step(self, seed: int, change: Callable[[Any, Any], None] | None = None) -> None:
+        for model, optimizer in zip(self.models, self.optimizers, strict=True):
+            model(torch.randn(4, 5, generator=torch.Generator().manual_seed(seed))).square().mean().backward()
+            if change is not None:
+                change(model, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def check(self, where: object) -> None:
+        assert_same(*(dict(model.state_dict()) for model in self.models), f"{where}")
+        assert_same(*(optimizer.state_dict() for optimizer in self.optimizers), f"{where}")
+
+
+def _steps_alike(rank: int, world_size: int, name: str, options: dict[str, Any]) -> None:
+    pair = Pair(world_size, name, options)
+    for number in range(4):
+        pair.step(seed=10 * number + rank)
+        if number == 1:  # a loaded state is used, and is not shared with its source
+            pair.optimizers[0].load_state_dict(copy.deepcopy(pair.optimizers[1].state_dict()))
+        pair.check(number)
+    held = [parameter for group in pair.optimizers[0].param_groups for parameter in group["params"]]
+    assert all(ours is theirs for ours, theirs in zip(held, pair.models[0].parameters(), strict=True))
+
+
+@pytest.mark.parametrize(("name", "options"), ELEMENTWISE, ids=str)
+def test_the_same_bits_as_on_dtensors(name: str, options: dict[str, Any]) -> None:
+    run_ranks(3, _steps_alike, name, options)
+
+
+def test_the_same_bits_on_one_rank() -> None:
+    run_ranks(1, _steps_alike, "AdamW", {"foreach": True})
+
+
+def _replace_gradient(model: Odd, optimizer: Any) -> None:
+    model.second.weight.grad = model.second.weight.grad * 2
+
+
+def _remove_gradient(model: Odd, optimizer: Any) -> None:
+    model.second.weight.grad = None
+
+
+def _add_gradient(model: Odd, optimizer: Any) -> None:
+    model.unused.grad = torch.ones_like(model.unused)
+
+
+def _replace_state(model: Odd, optimizer: Any) -> None:
+    state = optimizer.state[model.second.weight]
+    state["exp_avg"] = state["exp_avg"] * 2
+
+
+def _exchange_states(model: Odd, optimizer: Any) -> None:
+    weight, bias = (optimizer.state[one] for one in (model.first.weight, model.second.weight))
+    weight["step"], bias["step"] = bias["step"] + 3, weight["step"]
+
+
+def _remove_state(model: Odd, optimizer: Any) -> None:
+    del optimizer.state[model.second.weight]
+
+
+def _freeze(model: Odd, optimizer: Any) -> None:
+    model.first.bias.requires_grad_(not model.first.bias.requires_grad)
+
+
+def _exchange_parameters(model: Odd, optimizer: Any) -> None:
+    few, many = (group["params"] for group in optimizer.param_groups)
+    few[0], many[1] = many[1], few[0]
+
+
+def _move_parameter(model: Odd, optimizer: Any) -> None:
+    optimizer.param_groups[0]["params"].append(optimizer.param_groups[1]["params"].pop(1))
+
+
+def _move_memory(model: Odd, optimizer: Any) -> None:
+    model.double()
+    model.float()
+
+
+def _fail(model: Odd, optimizer: Any) -> None:
+    lr, optimizer.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"], "much"
+    with pytest.raises((TypeError, RuntimeError)):
+        optimizer.step()
+    optimizer.param_groups[0]["lr"] = lr
+
+
+def _fail_and_train_on(model: Odd, optimizer: Any) -> None:
+    _fail(model, optimizer)
+    optimizer.zero_grad()
+    model(torch.ones(4, 5)).sum().backward()
+
+
+def _be_refused(parameter: torch.Tensor, gradient: torch.Tensor, optimizer: Any) -> None:
+    before, parameter.grad = parameter.grad, gradient
+    if optimizer.defaults.get("on_shards"):
+        with pytest.raises(RuntimeError, match="has a gradient with"):
+            optimizer.step()
+    parameter.grad = before
+
+
+def _replicate_gradient(model: Odd, optimizer: Any) -> None:
+    weight = model.second.weight
+    _be_refused(weight, weight.grad.redistribute(placements=[Replicate()]), optimizer)
+
+
+def _assign_plain_gradient(model: Odd, optimizer: Any) -> None:
+    _be_refused(model.unused, torch.ones(3), optimizer)
+
+
+def _remove_parameter(model: Odd, optimizer: Any) -> None:
+    del optimizer.state[optimizer.param_groups[1]["params"].pop(1)]
+
+
+CHANGES = [
+    _replace_gradient,
+    _remove_gradient,
+    _add_gradient,
+    _replace_state,
+    _exchange_states,
+    _remove_state,
+    _freeze,
+    _exchange_parameters,
+    _move_parameter,
+    _move_memory,
+    _fail,
+    _fail_and_train_on,
+    _replicate_gradient,
+    _assign_plain_gradient,
+    _remove_parameter,
+]
+
+
+def _steps_after_changes(rank: int, world_size: int) -> None:
+    pair = Pair(world_size, "AdamW", {"foreach": True})
+    pair.optimizers[0].defaults["on_shards"] = True
+    for number, change in enumerate(CHANGES):
+        pair.step(20 * number + rank)
+        pair.step(20 * number + 10 + rank, change)
+        pair.check(change.__name__)
+
+
+def test_the_same_bits_after_changes_between_steps() -> None:
+    run_ranks(2, _steps_after_changes, timeout=120)
+
+
+def _scaled_steps(rank: int, world_size: int, options: dict[str, Any]) -> None:
+    """A gradient that overflows, so that its step is skipped, and parameters that come later."""
+    pair, scales = Pair(world_size, "AdamW", {}), []
+    pair.optimizers = [torch.optim.AdamW(model.first.parameters(), lr=0.05, **options) for model in pair.models]
+    optimizer_step_on_shards(pair.optimizers[0])
+    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2) for _ in pair.models]
+    for number in range(4):
+        before = [parameter.to_local().clone() for parameter in pair.models[0].parameters()]
+        for model, optimizer, scaler in zip(pair.models, pair.optimizers, scalers, strict=True):
+            if number == 2:
+                optimizer.add_param_group({"params": [*model.second.parameters(), model.scale], "lr": 0.1})
+            x = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * number + rank))
+            loss = model(x).square().mean() * (float("inf") if number == 1 else 1.0)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            model.zero_grad()
+        after = [parameter.to_local() for parameter in pair.models[0].parameters()]
+        assert (number == 1) == all(map(torch.equal, before, after)), number
+        pair.check(number)
+        scales.append([scaler.get_scale() for scaler in scalers])
+    assert scales == [[2.0**10] * 2, [2.0**9] * 2, [2.0**9] * 2, [2.0**10] * 2]
+
+
+@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}], ids=str)
+def test_scaled_gradients_and_parameters_that_are_added(options: dict[str, Any]) -> None:
+    run_ranks(2, _scaled_steps, options)
+
+
+def _steps_without_strategies(rank: int, world_size: int, name: str, options: dict[str, Any]) -> None:
+    model, reference = fully_shard(Odd(), mesh=rank_mesh((world_size,))), Odd()
+    ours, theirs = (getattr(torch.optim, name)(one.parameters(), lr=0.05, **options) for one in (model, reference))
+    optimizer_step_on_shards(ours)
+    for number in range(3):
+        step(model, ours, number)
+        step(reference, theirs, number)
+    for sharded, whole in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(sharded.full_tensor(), whole)
+
+
+@pytest.mark.parametrize(("name", "options"), [("SGD", {"momentum": 0.9, "fused": True}), ("Rprop", {})])
+def test_optimizers_that_torch_refuses_on_dtensors(name: str, options: dict[str, Any]) -> None:
+    run_ranks(2, _steps_without_strategies, name, options)
+
+
+def _without_fully_shard(rank: int, world_size: int) -> None:
+    parameter = nn.Parameter(DTensor.from_local(torch.ones(2), rank_mesh((world_size,)), [Replicate()]))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    optimizer_step_on_shards(optimizer)
+    for placement in (Partial(), Replicate()):
+        parameter.grad = DTensor.from_local(torch.ones(2), rank_mesh((world_size,)), [placement])
+        if placement == Partial():
+            with pytest.raises(RuntimeError, match=r"shape \(2,\) with placements \(Replicate\(\),\) has a gradient"):
+                optimizer.step()
+    with CommDebugMode() as counted:
+        optimizer.step()
+    assert counted.get_total_counts() == 0
+    assert optimizer.param_groups[0]["params"] == [parameter]
+    assert torch.equal(parameter.to_local(), torch.full((2,), 0.9))
+
+
+def test_dtensors_that_are_not_ours() -> None:
+    run_ranks(2, _without_fully_shard)
+
+
+def test_optimizers_that_read_whole_parameters_are_refused() -> None:
+    class Mine(torch.optim.SGD):
+        pass
+
+    parameter = nn.Parameter(torch.ones(2))
+    for optimizer in (Mine([parameter], lr=0.1), torch.optim.LBFGS([parameter])):
+        with pytest.raises(TypeError, match=type(optimizer).__name__ + " is not known to update each element"):
+            optimizer_step_on_shards(optimizer)
+
+
+def _what_lives_on(rank: int, world_size: int) -> None:
+    pair = Pair(world_size, "AdamW", {})
+    model, optimizer = pair.models[0], pair.optimizers[0]
+
+    def locals_of(tensors: Any) -> list[weakref.ref[torch.Tensor]]:
+        return [weakref.ref(local_of(one)) for one in tensors if local_of(one).numel()]
+
+    def alive(references: list[weakref.ref[torch.Tensor]]) -> int:
+        assert references
+        return sum(one() is not None for one in references)
+
+    def gradients() -> list[weakref.ref[torch.Tensor]]:
+        model(torch.ones(2, 5)).sum().backward()
+        return locals_of(one.grad for one in model.parameters() if one.grad is not None)
+
+    def states() -> list[weakref.ref[torch.Tensor]]:
+        return locals_of(state["exp_avg"] for state in optimizer.state.values())
+
+    for _ in range(3):
+        seen = gradients()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert alive(seen) == 0
+    seen = states()
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert alive(seen) == 0
+    seen = states() + locals_of(model.parameters())
+    model.double()
+    model.float()
+    for state in optimizer.state.values():
+        state["exp_avg"] = state["exp_avg"].clone()
+    prepare = optimizer._init_group
+
+    def look(*arguments: Any) -> Any:
+        assert alive(seen) == 0
+        return prepare(*arguments)
+
+    optimizer._init_group = look
+    gradients()
+    optimizer.step()
+
+
+def test_nothing_that_was_replaced_lives_on() -> None:
+    run_ranks(2, _what_lives_on)
+
+
+# -- on Owned and Blocks: the same as in one process -----------------------------------------------------------------
+
+
+class EveryOther(torch.optim.Optimizer):
+    """Keeps a gradient in its state at one step, uses it and removes it at the next, and begins anew after eight."""
+
+    steps_each_parameter_alone = True
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                state = self.state[parameter]
+                state["count"] = state.get("count", 0) + 1
+                if "kept" in state:
+                    parameter.sub_(0.1 * (state.pop("kept") + parameter.grad))
+                else:
+                    state["kept"] = parameter.grad.clone()
+                if state["count"] == 8:
+                    del self.state[parameter]
+
+
+OWNED: dict[str, dict[str, Any]] = {
+    "tests.core.optimizer_steps.test_plain_steps.EveryOther": {},
+    "torch.optim.Muon": {"lr": 0.02, "weight_decay": 0.1},
+    "torch.optim.Adafactor": {"lr": 0.05},
+    "pytorch_optimizer.SOAP": {"precondition_frequency": 2},
+    "pytorch_optimizer.Shampoo": {"preconditioning_compute_steps": 3},
+    "heavyball.SOAP": {},
+}
+
+
+def _as_one_process(rank: int, world_size: int, kind: str) -> None:
+    warnings.simplefilter("ignore")
+    reference, model = Layers(), shard_layers(world_size, plan_owners(Layers()))
+    start = [p.detach().clone() for p in matrices(reference)]
+    ours, theirs = (optimizer_for(kind, matrices(one), **OWNED[kind]) for one in (model, reference))
+    for number in range(20):
+        backward_alike(model, reference, rank, number)
+        with torch.compiler.set_stance("force_eager"):
+            for optimizer in (ours, theirs):
+                torch.manual_seed(number)
+                with CommDebugMode() as counted:
+                    optimizer.step()
+                assert counted.get_total_counts() == 0
+        for sharded, whole in zip(matrices(model), matrices(reference), strict=True):
+            assert torch.equal(sharded.full_tensor(), whole), number
+        ours.zero_grad()
+        theirs.zero_grad()
+    assert not any(torch.equal(one, p) for one, p in zip(start, matrices(reference), strict=True))
+    assert all(ours is theirs for ours, theirs in zip(ours.param_groups[0]["params"], matrices(model), strict=True))
+    for p, whole in zip(matrices(model), matrices(reference), strict=True):
+        if ours.state.get(p):
+            assert ours.state[p].keys() == theirs.state[whole].keys()
+        assert kind == "torch.optim.Muon" or bool(ours.state.get(p)) == bool(local_of(p).numel()), "with the owner"
+        for value in ours.state.get(p, {}).values():
+            if isinstance(value, torch.Tensor) and value.shape == p.shape:
+                assert isinstance(value, DTensor)
+                assert value.placements == p.placements
+
+
+@pytest.mark.daily(world_size=[3])
+@pytest.mark.parametrize("kind", OWNED)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_steps_on_whole_matrices_as_one_process_does(world_size: int, kind: str) -> None:
+    run_ranks(world_size, _as_one_process, kind, timeout=120)
+
+
+class FailingMuon(torch.optim.Muon):
+    steps_each_parameter_alone = True
+    fails = False
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        if self.fails:
+            raise ArithmeticError("planted")
+        return super().step(closure)
+
+
+def _interrupted(rank: int, world_size: int) -> None:
+    model, reference = shard_layers(world_size, plan_owners(Layers())), Layers()
+    ours, theirs = (FailingMuon(matrices(one), lr=0.02) for one in (model, reference))
+    for number in range(3):
+        for parameter in model.parameters():  # an earlier gradient would be added to
+            assert number != 1 or parameter.ndim == 1 or parameter.grad is None
+        backward_alike(model, reference, rank, number)
+        for optimizer in (ours, theirs):
+            optimizer.fails = number == 1
+            try:
+                optimizer.step()
+            except ArithmeticError:
+                assert number == 1
+                optimizer.state_dict()
+                assert all(isinstance(p, DTensor) or optimizer is theirs for p in optimizer.param_groups[0]["params"])
+            optimizer.zero_grad()
+    for sharded, whole in zip(matrices(model), matrices(reference), strict=True):
+        assert torch.equal(sharded.full_tensor(), whole)
+
+
+def test_a_step_that_raises_leaves_the_next_ones_right() -> None:
+    run_ranks(2, _interrupted)
+
+
+def _with_closure(rank: int, world_size: int, kind: str) -> None:
+    choose = None if kind == "on shards" else plan_owners(Layers())
+    model, reference = shard_layers(world_size, choose), Layers()
+    make = {"Muon": torch.optim.Muon, "on shards": torch.optim.SGD, "nested": FailingMuon}[kind]
+    # When these are made, torch calls hooks for the step of the base class, too.
+    theirs = (torch.optim.SGD if kind == "on shards" else torch.optim.Muon)(matrices(reference), lr=0.02)
+    ours = make(matrices(model), lr=0.02)
+    if kind == "on shards":
+        optimizer_step_on_shards(ours)
+    for number in range(3):
+
+        def closure() -> float:
+            ours.zero_grad()
+            backward_alike(model, reference, rank, number)  # noqa: B023
+            return 1.5
+
+        assert ours.step(closure) == 1.5
+        theirs.step()
+        for sharded, whole in zip(matrices(model), matrices(reference), strict=True):
+            assert torch.equal(sharded.full_tensor(), whole)
+
+
+@pytest.mark.parametrize("kind", ["Muon", "on shards", "nested"])
+def test_a_closure_sees_the_parameters_themselves(kind: str) -> None:
+    run_ranks(2, _with_closure, kind)
+
+
+def _clip(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    torch.nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 1e-2)
+
+
+def _clip_in_hooks(rank: int, world_size: int, on_shards: bool) -> None:
+    reference, model = Layers(), shard_layers(world_size, None if on_shards else plan_owners(Layers()))
+    ours, theirs = (torch.optim.SGD(matrices(one), lr=1.0) for one in (model, reference))
+    seen: list[bool] = []
+    if on_shards:
+        optimizer_step_on_shards(ours)
+    for optimizer in (ours, theirs):
+        optimizer.register_step_pre_hook(_clip)
+    for number in range(3):
+        ours.register_step_post_hook(lambda one, *_: seen.extend(isinstance(p, DTensor) for p in matrices_of(one)))
+        backward_alike(model, reference, rank, number)
+        ours.step()
+        theirs.step()
+        for sharded, whole in zip(matrices(model), matrices(reference), strict=True):
+            torch.testing.assert_close(sharded.full_tensor(), whole)
+    assert seen == [True] * 4 * (1 + 2 + 3)
+
+
+def matrices_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+@pytest.mark.parametrize("on_shards", [False, True])
+def test_step_hooks_see_whole_norms(on_shards: bool) -> None:
+    run_ranks(2, _clip_in_hooks, on_shards)
+
+
+class Nested(torch.optim.SGD):
+    """Its step calls that of its base class, for which torch calls hooks, too; it may drop gradients, and looks."""
+
+    steps_each_parameter_alone = True
+    drops = False
+
+    def step(self, closure: Any = None) -> Any:
+        result = super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            assert not isinstance(parameter, DTensor)
+            parameter.grad = None if self.drops else parameter.grad
+        return result
+
+
+def _seen_by_the_next_forward(rank: int, world_size: int, kind: str) -> None:
+    """Where parameters stay unsharded, all ranks have to gather them again, also those that stepped on nothing."""
+    torch.optim.SGD([torch.ones(1)])
+    model, reference = shard_layers(world_size, (lambda p: Owned(rank=0)) if kind == "owned" else None), Layers()
+    model.set_reshard_after_forward(False)
+    model.set_reshard_after_backward(False)
+    ours = (torch.optim.SGD if kind == "on shards" else Nested)(model.parameters(), lr=0.1)
+    theirs = torch.optim.SGD(reference.parameters(), lr=0.1)
+    if kind == "on shards":
+        optimizer_step_on_shards(ours)
+    for number in range(3):
+        losses = [loss_of(one, 0, number) for one in (model, reference)]
+        torch.testing.assert_close(*losses)
+        for loss, optimizer in zip(losses, (ours, theirs), strict=True):
+            loss.backward()
+            if number == 1:
+                loss_of(model, 0, number)  # unsharded while the optimizer steps
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("kind", ["owned", "on shards"])
+def test_a_step_is_seen_by_the_next_forward(kind: str) -> None:
+    run_ranks(2, _seen_by_the_next_forward, kind)
+
+
+def _drops(rank: int, world_size: int) -> None:
+    torch.optim.SGD([torch.ones(1)])
+    model = shard_layers(world_size, lambda p: Owned(rank=0))
+    optimizer = Nested(model.parameters(), lr=0.1)
+    for number in range(4):
+        optimizer.drops = number != 1
+        loss_of(model, rank, number).backward()
+        optimizer.step()
+        assert all((p.grad is None) == optimizer.drops for p in model.parameters() if local_of(p).numel()), number
+    loss_of(model, rank, 0).backward()
+    bias = model.layers[0].bias
+    kept, bias.grad = bias.grad, torch.ones(bias.shape)
+    if rank == 0:  # the other one skips all of them
+        with pytest.raises(RuntimeError, match=r"'layers\.0\.bias' .* has a gradient with"):
+            optimizer.step()
+    bias.grad = kept
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_gradients_that_an_optimizer_drops_are_dropped() -> None:
+    run_ranks(2, _drops)
+
+
+def _refuses(rank: int, world_size: int) -> None:
+    model = shard_layers(world_size, lambda p: Blocks(rows=4))
+    loss_of(model, rank, 0).backward()
+    with pytest.raises(NotImplementedError, match=r"Blocks\(rows=4\).*takes parameters on Owned\(\)"):
+        torch.optim.Muon(matrices(model)).step()
+
+
+def test_an_optimizer_that_needs_matrices_refuses_blocks() -> None:
+    run_ranks(2, _refuses)
+
+
+# -- lists of parameters that torch's foreach and fused operators do not take together -------------------------------
+
+
+class Mixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first = nn.Linear(10, 12)
+        self.second = nn.Linear(12, 10)
+        self.third = nn.Linear(10, 10, bias=False)
+        self.gain = nn.Parameter(torch.tensor(0.3))
+
+
+MIXES: dict[str, Callable[[nn.Parameter], object]] = {
+    "owned and shard": lambda p: Owned() if p.ndim == 2 else None,
+    "rows and shard": lambda p: Blocks(rows=4) if p.ndim == 2 else None,
+    "elements and owned": lambda p: Blocks(elements=7) if p.ndim == 2 else Owned(),
+    "plain and shard": lambda p: None,
+    "two meshes": lambda p: None,
+}
+
+
+class OwnAdamW(torch.optim.AdamW):
+    """A subclass may do anything, so shardkit does not take it for element-wise."""
+
+    steps_each_parameter_alone = True
+
+
+def mixed(mix: str, world_size: int) -> nn.Module:
+    model, mesh = Mixed(), rank_mesh((world_size,))
+    if mix == "two meshes":
+        fully_shard(model.first, mesh=rank_mesh((1, world_size), ("replicate", "shard")))
+    ignored = {model.third.weight} if mix == "plain and shard" else None
+    return fully_shard(model, mesh=mesh, shard_placement_fn=MIXES[mix], ignored_params=ignored)
+
+
+def _mixed_as_one_process(rank: int, world_size: int, kind: Any, option: str, mixes: list[str]) -> None:
+    for mix in mixes:
+        model, reference = mixed(mix, world_size), Mixed()
+        ours, theirs = (kind(one.parameters(), lr=0.01, **{option: True}) for one in (model, reference))
+        for number in range(3):
+            step(model, ours, number)
+            step(reference, theirs, number)
+        check(model, reference.parameters(), mix)
+        for parameter, state in ours.state.items():
+            name = type(parameter).__name__.replace("Parameter", "Tensor")
+            assert all(not value.ndim or type(value).__name__ == name for value in state.values())
+
+
+@pytest.mark.parametrize("option", ["foreach", "fused"])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, OwnAdamW])
+def test_mixed_lists_as_one_process(kind: Any, option: str) -> None:
+    run_ranks(2, _mixed_as_one_process, kind, option, ["rows and shard"] if kind is OwnAdamW else list(MIXES))
+
+
+def _mixed_refused(rank: int, world_size: int) -> None:
+    for kind in (torch.optim.Adafactor, OwnAdamW):
+        model = mixed("owned and shard", world_size)
+        optimizer = kind(model.parameters(), foreach=True)
+        with pytest.raises(RuntimeError, match=r"'first\.weight' is a plain tensor.*'gain' with.*foreach=False"):
+            step(model, optimizer, 0)
+        apart = [[p for p in model.parameters() if (p.ndim == 2) == matrices] for matrices in (True, False)]
+        optimizer = kind([{"params": apart[0]}, {"params": apart[1], "foreach": False}], foreach=True)
+        if kind is OwnAdamW:
+            step(model, optimizer, 0)
+
+
+def test_what_torch_cannot_take_together_is_refused_by_name() -> None:
+    run_ranks(2, _mixed_refused)

@@ -1,0 +1,168 @@
+"""8-bit and 4-bit state on `Blocks`: the bits of one process on any number of ranks, also across checkpoints."""
+
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.tensor import DTensor
+
+from shardkit.core import fully_shard, placements_for
+from shardkit.core.checkpoint import CheckpointManager, TrainingState
+from shardkit.core.torch_compat import local_of
+from tests.core.optimizer_steps.placed_training import class_of, optimizer_for, step
+from tests.support import rank_mesh, run_ranks
+
+KINDS = {
+    "torchao 8": "torchao.optim.AdamW8bit",
+    "torchao 4": "torchao.optim.AdamW4bit",
+    "torchao fp8": "torchao.optim.AdamWFp8",
+    "bitsandbytes 8": "bitsandbytes.optim.AdamW8bit",
+}
+WORLD_SIZES = [1, 2, 3, 4]
+
+
+class Net(nn.Module):
+    """Parameters of five, one and three blocks of 4096 elements, and one that ends with a part of a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.five = nn.Linear(80, 256)
+        self.one = nn.Linear(64, 64)
+        self.cube = nn.Parameter(torch.randn(3, 64, 64))
+        self.odd = nn.Linear(65, 100)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("gradients are given")
+
+
+def build(world_size: int, kind: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    warnings.simplefilter("ignore")
+    torch.manual_seed(seed)
+    model: nn.Module = Net()
+    if world_size:
+        choose = placements_for(model, class_of(KINDS[kind]))
+        fully_shard(model, mesh=rank_mesh((world_size,)), shard_placement_fn=choose)
+    return model, optimizer_for(KINDS[kind], model.parameters())
+
+
+def steps(model: nn.Module, optimizer: torch.optim.Optimizer, numbers: Iterable[int]) -> None:
+    for number in numbers:
+        step(model, optimizer, number, scale=1 + number)
+        optimizer.zero_grad()
+
+
+def bits(value: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The tensors that one rank stores for a tensor, flat and plain."""
+    local = local_of(value) if isinstance(value, DTensor) else value
+    parts = {one: getattr(local, one) for one in ("codes", "scale", "qmap") if hasattr(local, one)} or {"": local}
+    return {key: part.detach().reshape(-1).clone().view(torch.uint8) for key, part in parts.items()}
+
+
+def label(name: str, key: str, part: str) -> str:
+    """`exp_avg.codes` of our placements is `codes` of `exp_avg` in one process."""
+    return f"{name} {key.replace('.', ' ')} {part}".strip()
+
+
+def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """The stored tensors of all ranks, in rank order. Blocks are cut in order, so they are the bits of one process."""
+    mine: dict[str, torch.Tensor] = {}
+    for name, parameter in model.named_parameters():
+        if not local_of(parameter).numel():  # state that it has read for other ranks goes at the next step
+            continue
+        held = {"parameter": parameter, **optimizer.state.get(parameter, {})}
+        for key, value in held.items():
+            if isinstance(value, torch.Tensor) and value.ndim:
+                mine |= {label(name, key, part): one for part, one in bits(value).items() if one.numel()}
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    names = dict.fromkeys(name for one in everyone for name in one)
+    once = ("qmap", "qmap1", "qmap2")  # a table that every rank has
+    return {
+        name: next(one[name] for one in everyone if name in one)
+        if name.endswith(once)
+        else torch.cat([one[name] for one in everyone if name in one])
+        for name in names
+    }
+
+
+def same(seen: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert seen.keys() == expected.keys()
+    for name, value in expected.items():
+        assert seen[name].dtype == value.dtype, name
+        assert torch.equal(seen[name], value), name
+
+
+def alone(kind: str, count: int) -> dict[str, torch.Tensor]:
+    model, optimizer = build(0, kind, 1)
+    steps(model, optimizer, range(count))
+    found: dict[str, torch.Tensor] = {}
+    for name, parameter in model.named_parameters():
+        for key, value in {"parameter": parameter, **optimizer.state[parameter]}.items():
+            if isinstance(value, torch.Tensor) and value.ndim:
+                found |= {label(name, key, part): one for part, one in bits(value).items()}
+    return found
+
+
+def _as_alone(rank: int, world_size: int, kind: str) -> dict[str, torch.Tensor]:
+    model, optimizer = build(world_size, kind, 1)
+    steps(model, optimizer, range(6))
+    return everything(model, optimizer)
+
+
+@pytest.mark.daily(world_size=[1, 3])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_states_and_parameters_are_those_of_one_process(world_size: int, kind: str) -> None:
+    expected = alone(kind, 6)
+    assert any(value.dtype in (torch.uint8, torch.float8_e4m3fn) for value in expected.values())
+    same(run_ranks(world_size, _as_alone, kind)[0], expected)
+
+
+def _save(rank: int, world_size: int, kind: str, path: Path, stock: bool) -> None:
+    model, optimizer = build(world_size, kind, 1)
+    steps(model, optimizer, range(3))
+    if not stock:
+        with CheckpointManager(path) as manager:
+            manager.save(3, TrainingState(model, optimizer))
+        return
+    state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.save(state, checkpoint_id=path)
+
+
+def _resume(
+    rank: int, world_size: int, kind: str, path: Path, stock: bool
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    model, optimizer = build(world_size, kind, 2)
+    steps(model, optimizer, [9])  # so that there is other state
+    if stock:
+        state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+        dcp.load(state, checkpoint_id=path)
+        model.load_state_dict(state["model"])
+        options = StateDictOptions(strict=False)
+        set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
+    else:
+        assert CheckpointManager(path).restore(TrainingState(model, optimizer)) is not None
+    loaded = everything(model, optimizer)
+    steps(model, optimizer, range(3, 6))
+    return loaded, everything(model, optimizer)
+
+
+@pytest.mark.daily(world_size=[3])
+@pytest.mark.parametrize(("world_size", "stock"), [(1, False), (2, False), (3, False), (4, False), (3, True)], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_resumes_on_other_world_sizes_with_the_same_bits(
+    world_size: int, kind: str, stock: bool, tmp_path: Path
+) -> None:
+    run_ranks(world_size, _save, kind, tmp_path / "saved", stock)
+    for other in WORLD_SIZES:
+        loaded, later = run_ranks(other, _resume, kind, tmp_path / "saved", stock)[0]
+        if not stock or kind.startswith("bitsandbytes"):  # torch casts to the parameter's dtype until the next step
+            same(loaded, alone(kind, 3))
+        same(later, alone(kind, 6))

@@ -1,0 +1,576 @@
+"""Compressed communication between ranks, bit for bit against the same arithmetic in one process."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardkit.core import CompressionPolicy, MixedPrecisionPolicy, events, fully_shard
+from shardkit.core.runtime.collective import C10dTransport
+from shardkit.core.runtime.compressed import wire
+from shardkit.core.runtime.compressed.wire import format_of
+from shardkit.core.runtime.pairwise import PairwiseTransport
+from shardkit.core.runtime.plan import Mean
+from shardkit.core.runtime.sharding import ChunkLayout
+from tests.core.runtime.cases import (
+    CASES,
+    CPU,
+    Case,
+    chunk_of,
+    gather_plan,
+    reduce_plan,
+    run_gather,
+    run_reduce,
+    summed,
+    whole,
+)
+from tests.support import networked_mesh, rank_mesh, run_ranks
+from tests.support.comms import CountingAllGather, RankOrderReduceScatter
+from tests.support.models import Block
+
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+POLICIES = {
+    "int8": CompressionPolicy(gather="int8", reduce="int8", block=32),
+    "bf16": CompressionPolicy(gather="bf16", reduce="bf16"),
+    "feedback": CompressionPolicy(gather="int8", reduce="int8", block=5, error_feedback=True),
+}
+KINDS = ("pairwise", "c10d_packed", "c10d_direct")
+WORLD_SIZES = (2, 3, 4)
+
+
+def _over(kind: str, policy: CompressionPolicy) -> Any:
+    group = dist.group.WORLD
+    assert group is not None
+    pairwise = kind == "pairwise"
+    below = PairwiseTransport(group, CPU) if pairwise else C10dTransport(group, CPU, direct=kind == "c10d_direct")
+    return below.compressing(policy)
+
+
+def rounded(values: Tensor, kind: str | None, policy: CompressionPolicy, dtype: torch.dtype, ndim: int) -> Tensor:
+    """A chunk, of a tensor with `ndim` dims, as it arrives after travelling in `dtype`; in fp32 or wider."""
+    form = format_of(kind, policy.block, ChunkLayout((1,) * ndim, 0, 1), dtype)
+    wire = torch.empty(form.nbytes(values.numel()), dtype=torch.uint8)
+    arrived = torch.empty(values.numel(), dtype=F32)
+    form.write(values.reshape(-1), wire)
+    form.read(wire, arrived)
+    return arrived.view(values.shape)
+
+
+# -- the programs ------------------------------------------------------------------------------------------------------
+
+
+def _gathers(rank: int, world_size: int, kind: str, name: str, cases: Sequence[str] = tuple(CASES)) -> None:
+    policy = POLICIES[name]
+    over = _over(kind, policy)
+    for case_name in cases:
+        case = CASES[case_name]
+        plan = gather_plan(case, over)
+        full = [whole(s, d, i) for i, (s, d) in enumerate(zip(case.shapes, case.dtypes, strict=True))]
+        sources = [chunk_of(t, item.layout, rank) for t, item in zip(full, plan.items, strict=True)]
+        for seen, tensor, item in zip(run_gather(plan, sources), full, plan.items, strict=True):
+            expected = tensor.clone()
+            if item.dtype not in (torch.float8_e4m3fn, torch.uint8, torch.float64):
+                for one in range(world_size):
+                    chunk = chunk_of(tensor, item.layout, one)
+                    arrived = rounded(chunk, policy.gather, policy, item.dtype, tensor.ndim)
+                    chunk_of(expected, item.layout, one).copy_(arrived)
+            if item.dtype is torch.float64:
+                torch.testing.assert_close(seen, expected, rtol=0, atol=0.3)
+            else:
+                assert torch.equal(seen.float(), expected.float()), (case_name, item)
+
+
+@pytest.mark.daily(world_size=[3])
+@pytest.mark.parametrize("name", ["int8", "bf16"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_gather(world_size: int, kind: str, name: str) -> None:
+    run_ranks(world_size, _gathers, kind, name)
+
+
+def _terms(case: Case, dtype: torch.dtype, rank: int, step: int = 0) -> list[Tensor]:
+    return [whole(shape, dtype, 1000 * rank + 100 * step + i) for i, shape in enumerate(case.shapes)]
+
+
+REDUCED = ("large_uneven", "small", "empty_chunks", "only_empty", "other_dims", "mixed_dims")
+DTYPES = ((F32, F32, None, None), (BF16, F32, None, 3.0), (F16, F16, 2.0, 1.5), (F32, BF16, None, 2.0))
+
+
+def _reduces(rank: int, world_size: int, kind: str, name: str, cases: Sequence[str] = REDUCED) -> None:
+    policy = POLICIES[name]
+    for grad_dtype, reduce_dtype, before, after in DTYPES:
+        over = _over(kind, policy)  # anew: it keeps the errors that it feeds back
+        for case_name in cases:
+            case = CASES[case_name]
+            plan = reduce_plan(case, over, grad_dtype, reduce_dtype, label=case_name)
+            if plan.transport is not over:  # nothing to compress, so summed as ever
+                continue
+            wire = grad_dtype if grad_dtype.itemsize < reduce_dtype.itemsize else reduce_dtype
+            errors: dict[tuple[int, int], Tensor] = {}
+            for step in range(3 if policy.error_feedback else 2):
+                seen = run_reduce(plan, _terms(case, grad_dtype, rank, step), before, after)
+                given = [_terms(case, grad_dtype, one, step) for one in range(world_size)]
+                for i, item in enumerate(plan.items):
+                    arrived = []
+                    for one in range(world_size):
+                        chunk = chunk_of(given[one][i], item.layout, rank)
+                        if one == rank:
+                            arrived.append(chunk.float())
+                            continue
+                        lossy = chunk.ndim > 1 and wire.itemsize > (1 if policy.reduce == "int8" else 2)
+                        if policy.error_feedback and lossy:
+                            chunk = chunk.float() + errors.get((one, i), 0)
+                        sent = rounded(chunk, policy.reduce, policy, wire, chunk.ndim)
+                        if policy.error_feedback and lossy:
+                            errors[one, i] = chunk - sent
+                        arrived.append(sent)
+                    expected = summed(arrived, F32, before, after).to(reduce_dtype)
+                    assert seen[i].dtype == reduce_dtype
+                    assert torch.equal(seen[i], expected), (case_name, item, step, grad_dtype, reduce_dtype)
+
+
+def _narrow_gradients(rank: int, world_size: int, kind: str, name: str) -> None:
+    """Each rank sends its peers' rows once, in two bytes an element, and the sum in fp32 is that of the exact terms."""
+    over = _over(kind, POLICIES[name])
+    case = CASES["small"]  # vectors as well, which no policy rounds
+    plan = reduce_plan(case, over, BF16, F32, label="narrow")
+    assert (plan.transport is over) == (kind != "pairwise" or name == "int8")
+    assert plan.wire_dtype is BF16
+    if name == "bf16":
+        terms = [_terms(case, BF16, one) for one in range(world_size)]
+        for seen, item, *given in zip(run_reduce(plan, terms[rank], None, None), plan.items, *terms, strict=True):
+            chunks = [chunk_of(term, item.layout, rank).float() for term in given]
+            assert torch.equal(seen, summed(chunks, F32, None, None))
+
+
+def _errors_before_narrow_gradients(rank: int, world_size: int, kind: str) -> None:
+    policy = CompressionPolicy(reduce="bf16", error_feedback=True)
+    case, used, fresh = CASES["small"], _over(kind, policy), _over(kind, policy)
+    for dtype in (F32, BF16):
+        run_reduce(reduce_plan(case, used, dtype, F32), _terms(case, dtype, rank), None, None)
+    assert not used.residuals
+    seen, expected = (run_reduce(reduce_plan(case, one, F32, F32), _terms(case, F32, rank)) for one in (used, fresh))
+    assert all(map(torch.equal, seen, expected))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_that_are_not_rounded_drop_the_errors_of_earlier_ones(kind: str) -> None:
+    run_ranks(2, _errors_before_narrow_gradients, kind)
+
+
+@pytest.mark.parametrize("name", ["int8", "bf16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_bf16_gradients_that_are_summed_in_fp32_travel_as_bf16(kind: str, name: str) -> None:
+    run_ranks(2, _narrow_gradients, kind, name)
+
+
+@pytest.mark.daily(world_size=[3])
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_reduce(world_size: int, kind: str, name: str) -> None:
+    run_ranks(world_size, _reduces, kind, name)
+
+
+SMALL = ("small", "empty_chunks", "other_dims")
+
+
+def _in_small_parts(rank: int, world_size: int) -> None:
+    """Few chunks are rounded at once, so that every run of ranks takes several goes."""
+    wire._AT_ONCE = 40
+    _gathers(rank, world_size, "pairwise", "int8", SMALL)
+    _reduces(rank, world_size, "pairwise", "int8", SMALL)
+
+
+def test_chunks_are_rounded_in_parts() -> None:
+    run_ranks(4, _in_small_parts, isolated=True)
+
+
+class _Kernels(TorchDispatchMode):
+    """Counts operators that a device would run a kernel for."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        self.count += not (func.is_view or name.startswith("c10d") or "empty" in name)
+        return func(*args, **(kwargs or {}))
+
+
+def _kernels_of_a_block(rank: int, world_size: int) -> tuple[int, int]:
+    """The gather and the reduction of a transformer block on 64 ranks, on a device that computes nothing."""
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=64)
+    over = C10dTransport(dist.group.WORLD, torch.device("meta"), direct=False).compressing(POLICIES["int8"])
+    shapes = ((4096, 4096),) * 4 + ((14336, 4096),) * 2 + ((4096, 14336), (4096,))
+    gather = gather_plan(Case(shapes, (0,) * 8, (BF16,) * 8), over)
+    reduction = reduce_plan(Case(shapes, (0,) * 8, (BF16,) * 8), over, BF16, F32)
+    sources = [torch.empty(item.layout.local_shape(rank), device="meta") for item in gather.items]
+    flats = [torch.empty(item.layout.flat_numel, dtype=BF16, device="meta") for item in gather.items]
+    grads = [torch.empty(shape, dtype=BF16, device="meta") for shape in shapes]
+    with _Kernels() as in_gather:
+        for _ in gather.transport.gather(gather, sources, flats):
+            pass
+    with _Kernels() as in_reduction:
+        for _ in over.reduce(reduction, grads, Mean()):
+            pass
+    return in_gather.count, in_reduction.count
+
+
+def test_a_device_rounds_much_at_once() -> None:
+    ((gather, reduction),) = run_ranks(1, _kernels_of_a_block, isolated=True)
+    assert gather < 100
+    assert reduction < 700  # two for each rank and matrix would be 882
+
+
+def _wire_bytes(rank: int, world_size: int, kind: str) -> None:
+    """The wire bytes of events equal the bytes of the rows, and all reported memory is freed again."""
+    policy = CompressionPolicy(gather="int8", reduce="int8", block=100, error_feedback=True)
+    over = _over(kind, policy)
+    case = Case(((10, 100), (7,)), (0, 0), (F32, F32))
+    heard: list[events.Event] = []
+    with events.subscribe(heard.append):
+        gathers = gather_plan(case, over)
+        run_gather(gathers, [torch.ones(i.layout.local_shape(rank)) for i in gathers.items])
+        reduction = reduce_plan(case, over, F32, F32)
+        run_reduce(reduction, _terms(case, F32, rank))
+    # Four ranks hold 3, 3, 3, 1 rows of 100: a byte an element and 4 a row; and 2, 2, 2, 1 elements of 4 bytes.
+    row = [-(-104 * held // 16) * 16 + 16 for held in (3, 3, 3, 1)]
+    (gather,) = [e for e in heard if isinstance(e, events.GatherFinished)]
+    (reduce,) = [e for e in heard if isinstance(e, events.ReduceFinished)]
+    assert (gather.bytes, reduce.bytes) == (4028, 4028)
+    assert gather.dtype == reduce.dtype == torch.uint8
+    assert gather.wire_bytes == 3 * (row[rank] if kind == "pairwise" else max(row))
+    assert reduce.wire_bytes == sum(row) - row[rank]
+    left: dict[str, int] = {}
+    for event in heard:
+        if isinstance(event, events.StorageAllocated | events.StorageFreed):
+            sign = 1 if isinstance(event, events.StorageAllocated) else -1
+            left[event.kind] = left.get(event.kind, 0) + sign * event.bytes
+    # The sums are the caller's.
+    sums = 4 * reduction.output_numel
+    residual = 4 * (1000 - 100 * (3, 3, 3, 1)[rank])
+    assert left == {"packed": 0, "gradient": 0, "reduce_input": 0, "reduce_output": sums, "residual": residual}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_wire_bytes(kind: str) -> None:
+    run_ranks(4, _wire_bytes, kind)
+
+
+def _overflow(rank: int, world_size: int) -> None:
+    """Values that are not finite arrive as such, and do not come back with the next gradient."""
+    over = _over("pairwise", POLICIES["feedback"])
+    case = Case(((world_size, 20),), (0,), (F32,))
+    plan = reduce_plan(case, over, F32, F32)
+    for bad in (torch.inf, torch.nan):
+        gradient = torch.ones(world_size, 20)
+        gradient[:, 3] = bad
+        (seen,) = run_reduce(plan, [gradient])
+        assert not seen[0, 3].isfinite()
+        (seen,) = run_reduce(plan, [torch.full((world_size, 20), 2.0)])
+        assert torch.equal(seen, torch.full((1, 20), 2.0 * world_size))
+
+
+def test_overflow_is_seen_once() -> None:
+    run_ranks(3, _overflow)
+
+
+# -- fully_shard -------------------------------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    """Uneven blocks, vectors and a 0-dim parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(7, 13), Block(7, 5)])
+        self.norm = nn.LayerNorm(7)
+        self.gain = nn.Parameter(torch.tensor(1.5))
+        self.out = nn.Linear(7, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.out(self.norm(x) * self.gain)
+
+
+def _batch(rank: int, step: int) -> Tensor:
+    return torch.randn(4, 7, generator=torch.Generator().manual_seed(100 * rank + step))
+
+
+def _dims(parameter: nn.Parameter) -> Shard | None:
+    return Shard(1) if parameter.ndim > 1 and parameter.shape[0] == 5 else None
+
+
+class Reference:
+    """One process that rounds as the ranks' messages would: parameters when gathered, gradients when sent.
+
+    ``shards`` ranks hold the parts of each parameter; there are ``replicas`` such groups.
+    """
+
+    def __init__(self, policy: CompressionPolicy, shards: int, replicas: int, mixed: MixedPrecisionPolicy) -> None:
+        torch.manual_seed(0)
+        self.model = Net()
+        self.policy, self.shards, self.replicas, self.mixed = policy, shards, replicas, mixed
+        self.errors: dict[tuple[str, int, int], Tensor] = {}
+
+    def _layout(self, parameter: Tensor) -> ChunkLayout:
+        dim = _dims(nn.Parameter(parameter.detach()))
+        return ChunkLayout(tuple(parameter.shape), dim.dim if dim else 0, self.shards)
+
+    def gathered(self) -> Net:
+        """The model that every rank computes with."""
+        model = Net()
+        dtype = self.mixed.param_dtype or F32
+        with torch.no_grad():
+            for mine, theirs in zip(model.parameters(), self.model.parameters(), strict=True):
+                mine.copy_(theirs)
+                if not mine.ndim:
+                    continue
+                layout = self._layout(mine)
+                for shard in range(self.shards):
+                    chunk = chunk_of(theirs, layout, shard)
+                    kept = chunk.to(dtype) if chunk.ndim < 2 else chunk
+                    chunk_of(mine, layout, shard).copy_(
+                        rounded(kept, self.policy.gather, self.policy, dtype, mine.ndim)
+                    )
+        return model.to(dtype)
+
+    def gradients(self, backward: Callable[[nn.Module, int], None]) -> dict[str, Tensor]:
+        """The mean of the gradients that ``backward(model, rank)`` leaves, as it arrives at the owners."""
+        given = []
+        for rank in range(self.shards * self.replicas):
+            model = self.gathered()
+            backward(model, rank)
+            given.append({fqn: p.grad for fqn, p in model.named_parameters()})
+        return {fqn: self._reduced(fqn, [one[fqn] for one in given]) for fqn in given[0]}
+
+    def _reduced(self, fqn: str, given: Sequence[Tensor]) -> Tensor:
+        if not given[0].ndim:
+            return sum((one.float() for one in given[1:]), given[0].float()) / len(given)
+        total = torch.zeros(given[0].shape)
+        layout = self._layout(given[0])
+        for owner in range(self.shards):
+            sums = []
+            for replica in range(self.replicas):
+                terms = []
+                for shard in range(self.shards):
+                    rank = replica * self.shards + shard
+                    chunk = chunk_of(given[rank], layout, owner)
+                    terms.append(chunk.float() if shard == owner else self._sent(fqn, rank, owner, chunk))
+                sums.append(summed(terms, F32, None, self.shards))
+            chunk_of(total, layout, owner).copy_(sum(sums[1:], sums[0]) / self.replicas)
+        return total
+
+    def _sent(self, fqn: str, rank: int, owner: int, chunk: Tensor) -> Tensor:
+        dtype, policy = chunk.dtype, self.policy
+        feeds = policy.error_feedback and chunk.ndim > 1
+        if feeds:
+            chunk = chunk.float() + self.errors.get((fqn, rank, owner), 0)
+        sent = rounded(chunk, policy.reduce, policy, dtype, chunk.ndim)
+        if feeds:
+            self.errors[fqn, rank, owner] = chunk - sent
+        return sent
+
+
+def _against_reference(rank: int, world_size: int, replicas: int, param_dtype: torch.dtype | None, name: str) -> None:
+    policy = POLICIES[name]
+    mixed = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=F32)
+    hsdp = replicas > 1
+    mesh = networked_mesh((replicas, world_size // replicas), ("r", "s")) if hsdp else networked_mesh((world_size,))
+    reference = Reference(policy, world_size // replicas, replicas, mixed)
+    torch.manual_seed(0)
+    model: Any = Net()
+    options = {"mesh": mesh, "mp_policy": mixed, "shard_placement_fn": _dims, "compression_policy": policy}
+    for block in model.blocks:
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+    for step in range(3):
+        output = model(_batch(rank, step))
+        assert torch.equal(output, reference.gathered()(_batch(rank, step).to(param_dtype or F32)))
+        model.zero_grad()
+        output.float().square().mean().backward()
+
+        def backward(model: nn.Module, rank: int, step: int = step) -> None:
+            model(_batch(rank, step).to(param_dtype or F32)).float().square().mean().backward()
+
+        expected = reference.gradients(backward)
+        for (fqn, parameter), twin in zip(model.named_parameters(), reference.model.parameters(), strict=True):
+            seen = parameter.grad.full_tensor()
+            if not seen.ndim:  # an all-reduce, whose order is the backend's
+                torch.testing.assert_close(seen, expected[fqn])
+                expected[fqn] = seen
+            assert torch.equal(seen, expected[fqn]), f"gradient of {fqn} in step {step}"
+            with torch.no_grad():
+                parameter -= 0.1 * parameter.grad
+                twin -= 0.1 * expected[fqn]
+
+
+@pytest.mark.daily(world_size=[3, 4])
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("param_dtype", [None, BF16])
+@pytest.mark.parametrize(("world_size", "replicas"), [(2, 1), (3, 1), (4, 2)])
+def test_training_against_the_same_arithmetic_in_one_process(
+    world_size: int, replicas: int, param_dtype: torch.dtype | None, name: str
+) -> None:
+    run_ranks(world_size, _against_reference, replicas, param_dtype, name)
+
+
+def _net(mesh: Any, **options: Any) -> Any:
+    torch.manual_seed(0)
+    model = Net()
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def _gradients(model: Any, rank: int, micro_batches: int = 1) -> list[Tensor]:
+    model.zero_grad()
+    for micro in range(micro_batches):
+        model.set_requires_gradient_sync(micro == micro_batches - 1)
+        model(_batch(rank, micro)).square().mean().backward()
+    return [p.grad.to_local().clone() for p in model.parameters()]
+
+
+def _accumulates(rank: int, world_size: int) -> None:
+    """Without sync nothing is rounded: the sum of micro-batches is, once."""
+    mesh = networked_mesh((world_size,))
+    reductions: list[str] = []
+    with events.subscribe(
+        lambda event: reductions.append(event.fqn) if isinstance(event, events.ReduceStarted) else None
+    ):
+        seen = _gradients(_net(mesh, compression_policy=CompressionPolicy(reduce="int8", block=32)), rank, 3)
+    assert reductions
+    assert len(set(reductions)) == len(reductions)
+    exact = _gradients(_net(mesh), rank, 3)
+    for one, other in zip(seen, exact, strict=True):
+        largest = other.abs().max() if other.numel() else torch.tensor(1.0)
+        torch.testing.assert_close(one, other, rtol=0, atol=float(largest) * world_size / 50 + 1e-3)
+    assert any(not torch.equal(one, other) for one, other in zip(seen, exact, strict=True))
+
+
+def test_accumulation() -> None:
+    run_ranks(2, _accumulates)
+
+
+def _shared(rank: int, world_size: int) -> None:
+    """Where ranks share memory nothing is on the wire, and nothing is rounded."""
+    mesh = rank_mesh((world_size,))
+    seen = _gradients(_net(mesh, compression_policy=POLICIES["feedback"]), rank)
+    assert all(torch.equal(one, two) for one, two in zip(seen, _gradients(_net(mesh), rank), strict=True))
+
+
+def test_shared_memory_compresses_nothing() -> None:
+    run_ranks(2, _shared)
+
+
+def _kept_on_neighbours(rank: int, world_size: int) -> None:
+    """A smaller group keeps values that are rounded already, so backward gathers the values that forward used."""
+    mesh, policy = networked_mesh((world_size,)), POLICIES["int8"]
+    whole_group = _gradients(_net(mesh, compression_policy=policy, reshard_after_forward=True), rank)
+    neighbours = _gradients(_net(mesh, compression_policy=policy, reshard_after_forward=2), rank)
+    assert all(torch.equal(one, two) for one, two in zip(whole_group, neighbours, strict=True))
+
+
+def test_reshard_to_neighbours() -> None:
+    run_ranks(4, _kept_on_neighbours)
+
+
+def _residuals_go(rank: int, world_size: int) -> None:
+    """Errors are kept while they can come back, and no longer; events say so."""
+    policy = CompressionPolicy(reduce="bf16", error_feedback=True)
+    model = _net(networked_mesh((world_size,)), compression_policy=policy)
+    held: list[int] = []
+
+    def listen(event: events.Event) -> None:
+        if isinstance(event, events.StorageAllocated | events.StorageFreed) and event.kind == "residual":
+            held.append(event.bytes if isinstance(event, events.StorageAllocated) else -event.bytes)
+
+    with events.subscribe(listen):
+        _gradients(model, rank)
+        kept = sum(held)
+        block = fully_shard.state(model.blocks[0])
+        sent = sum(p.numel() - p.to_local().numel() for p in model.blocks[0].parameters() if p.ndim > 1)
+        for group in block.groups:
+            group.set_mixed_precision(MixedPrecisionPolicy(reduce_dtype=BF16))  # which needs no rounding
+        _gradients(model, rank)
+        assert kept - sum(held) == 4 * sent > 0
+        del model, block, group
+    assert sum(held) == 0
+
+
+def test_errors_that_cannot_come_back_are_dropped() -> None:
+    run_ranks(2, _residuals_go)
+
+
+def _only_one_side(rank: int, world_size: int) -> None:
+    """Each side is compressed by itself, and a group of nothing but vectors is not at all."""
+    mesh = networked_mesh((world_size,))
+    for policy, dtypes in (
+        (CompressionPolicy(gather="int8"), {"gather": torch.uint8, "reduce": F32}),
+        (CompressionPolicy(reduce="bf16"), {"gather": F32, "reduce": torch.uint8}),
+    ):
+        model = _net(mesh, compression_policy=policy)
+        heard: list[events.Event] = []
+        with events.subscribe(heard.append):
+            _gradients(model, rank)
+        assert {e.dtype for e in heard if isinstance(e, events.GatherStarted)} == {dtypes["gather"]}
+        assert {e.dtype for e in heard if isinstance(e, events.ReduceStarted)} == {dtypes["reduce"]}
+    norm = fully_shard(nn.LayerNorm(64), mesh=mesh, compression_policy=POLICIES["int8"])
+    heard.clear()
+    with events.subscribe(heard.append):
+        norm(torch.ones(2, 64)).sum().backward()
+    assert {e.dtype for e in heard if isinstance(e, events.GatherStarted | events.ReduceStarted)} == {F32}
+
+
+def test_what_is_compressed() -> None:
+    run_ranks(2, _only_one_side)
+
+
+def _refused(rank: int, world_size: int) -> None:
+    with pytest.raises(ValueError, match=r'gather must be "int8", "bf16" or None, got \'int4\''):
+        CompressionPolicy(gather="int4")
+    with pytest.raises(ValueError, match=r"block must be a positive number of elements, got 0"):
+        CompressionPolicy(reduce="int8", block=0)
+    with pytest.raises(ValueError, match=r"reduce is None; set reduce"):
+        CompressionPolicy(gather="int8", error_feedback=True)
+    with pytest.raises(TypeError, match=r"compression_policy must be a CompressionPolicy, got str"):
+        fully_shard(nn.Linear(2, 2), compression_policy="int8")
+    model = fully_shard(nn.Linear(4, 4), mesh=rank_mesh((world_size,)), compression_policy=POLICIES["int8"])
+    for comm, setter in (
+        (CountingAllGather(), model.set_custom_all_gather),
+        (RankOrderReduceScatter(), model.set_custom_reduce_scatter),
+        (True, model.set_allocate_memory_from_process_group_for_comm),
+    ):
+        with pytest.raises(ValueError, match=r"'weight' has a CompressionPolicy.*without compression_policy"):
+            setter(comm)
+    tied = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    tied[1].weight = tied[0].weight
+    fully_shard(tied[0], mesh=rank_mesh((world_size,)), compression_policy=POLICIES["int8"])
+    with pytest.raises(ValueError, match=r"'weight' is tied.*compression_policy=CompressionPolicy.*has None"):
+        fully_shard(tied, mesh=rank_mesh((world_size,)))
+
+
+def test_what_is_refused() -> None:
+    run_ranks(2, _refused)
+
+
+def _fails_in_between(rank: int, world_size: int) -> None:
+    """A failed iteration's errors are not fed back."""
+    mesh, policy = networked_mesh((world_size,)), POLICIES["feedback"]
+    expected = _gradients(_net(mesh, compression_policy=policy), rank)
+    model = _net(mesh, compression_policy=policy)
+    _gradients(model, rank, 2)
+    model.reset_iter_state()
+    assert all(torch.equal(one, two) for one, two in zip(_gradients(model, rank), expected, strict=True))
+
+
+def test_reset_drops_errors() -> None:
+    run_ranks(2, _fails_in_between)

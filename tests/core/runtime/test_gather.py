@@ -1,0 +1,142 @@
+"""Gathers at world sizes 1 to 4, over every transport, against the tensors that the chunks were cut from."""
+
+import pytest
+import torch
+
+from shardkit.core import events
+from shardkit.core.runtime.lanes import make_lane
+from shardkit.core.runtime.storage import raw_view
+from tests.core.runtime.cases import CASES, CPU, chunk_of, gather_plan, placed, run_gather, transport, whole
+from tests.support import run_ranks
+
+WORLD_SIZES = [2, 3, 4]  # one rank has no transport
+TRANSPORTS = ["lent", "shared", "pairwise", "c10d_packed", "c10d_direct", "custom"]
+
+
+def _same(seen: torch.Tensor, expected: torch.Tensor) -> None:
+    assert seen.dtype == expected.dtype
+    assert torch.equal(seen.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))
+
+
+def _gathers(rank: int, world_size: int, kind: str) -> None:
+    over = transport(kind)
+    for name, case in CASES.items():
+        plan = gather_plan(case, over)
+        full = [whole(s, d, i) for i, (s, d) in enumerate(zip(case.shapes, case.dtypes, strict=True))]
+        sources = [chunk_of(t, item.layout, rank) for t, item in zip(full, plan.items, strict=True)]
+        sources = placed(kind, sources)
+        for _ in range(2):
+            for seen, expected, item in zip(run_gather(plan, sources), full, plan.items, strict=True):
+                assert torch.equal(seen.float(), expected.float()), (name, item)
+                assert seen.dtype == expected.dtype
+
+
+@pytest.mark.parametrize("kind", TRANSPORTS)
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_gather_restores_the_tensors(world_size: int, kind: str) -> None:
+    run_ranks(world_size, _gathers, kind)
+
+
+def _casts(rank: int, world_size: int, kind: str) -> None:
+    over = transport(kind)
+    case = CASES["bfloat16"]
+    plan = gather_plan(case, over)
+    full = [whole(shape, torch.float32, i) for i, shape in enumerate(case.shapes)]
+    sources = [chunk_of(t, item.layout, rank) for t, item in zip(full, plan.items, strict=True)]
+    for seen, expected in zip(run_gather(plan, placed(kind, sources)), full, strict=True):
+        _same(seen, expected.bfloat16())
+
+
+@pytest.mark.parametrize("kind", ["lent", "shared", "pairwise"])
+@pytest.mark.parametrize("world_size", [3])
+def test_sources_are_cast_when_written(world_size: int, kind: str) -> None:
+    run_ranks(world_size, _casts, kind)
+
+
+def _overlaps(rank: int, world_size: int, kind: str) -> None:
+    over = transport(kind)
+    lane = make_lane(CPU, "all-gather")
+    running = []
+    for seed, name in enumerate(["mixed_dims", "large_uneven", "small", "large_even"]):
+        case = CASES[name]
+        plan = gather_plan(case, over, name)
+        full = [whole(shape, torch.float32, 10 * seed + i) for i, shape in enumerate(case.shapes)]
+        sources = [chunk_of(t, item.layout, rank) for t, item in zip(full, plan.items, strict=True)]
+        sizes = [i.layout.flat_numel if i.layout.dim == 0 else i.layout.numel for i in plan.items]
+        flats = [torch.empty(size) for size in sizes]
+        running.append((lane.start(plan.transport.gather(plan, placed(kind, sources), flats), name), flats, full))
+    for ticket, flats, full in reversed(running):
+        assert not ticket.done or world_size == 1
+        ticket.wait()
+        for flat, expected in zip(flats, full, strict=True):
+            _same(flat[: expected.numel()].view(expected.shape), expected)
+
+
+@pytest.mark.parametrize("kind", ["lent", "shared", "pairwise"])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_gathers_overlap_and_may_be_waited_for_in_any_order(world_size: int, kind: str) -> None:
+    run_ranks(world_size, _overlaps, kind)
+
+
+def _leaves_version_counters(rank: int, world_size: int, kind: str) -> int:
+    plan = gather_plan(CASES["mixed_dims"], transport(kind))
+    unsharded = [torch.empty(i.layout.padded_numel if i.layout.dim == 0 else i.layout.numel) for i in plan.items]
+    flats = [raw_view(tensor) for tensor in unsharded]
+    sources = [torch.ones(item.layout.local_shape(rank), requires_grad=True) for item in plan.items]
+    before = [tensor._version for tensor in unsharded]
+    make_lane(CPU, "all-gather").start(plan.transport.gather(plan, sources, flats), "blocks.0").wait()
+    assert [tensor._version for tensor in unsharded] == before
+    assert not any(flat.requires_grad for flat in flats)
+    assert torch.is_grad_enabled()
+    return sum(int(t[: i.layout.numel].sum()) for t, i in zip(unsharded, plan.items, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["shared", "pairwise"])
+@pytest.mark.parametrize("world_size", [2])
+def test_raw_views_keep_version_counters_and_autograd_out(world_size: int, kind: str) -> None:
+    expected = 241 * 250 + 13 + 45 + 6
+    assert run_ranks(world_size, _leaves_version_counters, kind) == [expected] * world_size
+
+
+def _events_of_a_gather(rank: int, world_size: int, kind: str) -> list[events.Event]:
+    plan = gather_plan(CASES["mixed_dims"], transport(kind))
+    sources = placed(kind, [torch.ones(item.layout.local_shape(rank)) for item in plan.items])
+    heard: list[events.Event] = []
+    with events.subscribe(heard.append):
+        run_gather(plan, sources)
+    started, finished = [e for e in heard if isinstance(e, events.GatherStarted | events.GatherFinished)]
+    assert isinstance(finished, events.GatherFinished)
+    assert finished.seconds > 0
+    assert started.fqns == tuple(f"blocks.0.w{i}" for i in range(4))
+    assert started.group is plan.transport.group
+    storages = [e for e in heard if isinstance(e, events.StorageAllocated | events.StorageFreed)]
+    return [(e.fqn, e.bytes, e.wire_bytes, e.dtype) for e in (started, finished)] + [
+        (type(e).__name__, e.fqn, e.bytes, e.kind) for e in storages
+    ]
+
+
+def test_pairwise_sends_the_actual_elements_and_no_more() -> None:
+    # (241, 250) in chunks of 61, 61, 61, 58 rows; (13,) in 4, 4, 4, 1; (9, 5) cut on dim 1 in 2, 2, 1, 0 columns;
+    # (3, 2, 1) cut on dim 2: all on rank 0.
+    own = [61 * 250 + 4 + 18 + 6, 61 * 250 + 4 + 18, 61 * 250 + 4 + 9, 58 * 250 + 1]
+    total = 4 * (241 * 250 + 13 + 45 + 6)
+    packed = 4 * (13 + 45 + 6)
+    for rank, seen in enumerate(run_ranks(4, _events_of_a_gather, "pairwise")):
+        assert seen[:2] == [("blocks.0", total, own[rank] * 4 * 3, torch.float32)] * 2
+        assert seen[2:] == [
+            ("StorageAllocated", "blocks.0", packed, "packed"),
+            ("StorageFreed", "blocks.0", packed, "packed"),
+        ]
+
+
+def test_lent_shards_are_copied_once_and_need_no_buffer() -> None:
+    own = [61 * 250 + 4 + 18 + 6, 61 * 250 + 4 + 18, 61 * 250 + 4 + 9, 58 * 250 + 1]
+    for rank, seen in enumerate(run_ranks(4, _events_of_a_gather, "lent")):
+        assert [entry[2] for entry in seen] == [own[rank] * 4 * 3] * 2
+
+
+def test_a_collective_sends_padded_chunks() -> None:
+    row = 61 * 250 + 4 + 18 + 6
+    for seen in run_ranks(4, _events_of_a_gather, "c10d_packed"):
+        assert seen[0][2] == row * 4 * 3
+        assert seen[2] == ("StorageAllocated", "blocks.0", row * 4 * 4, "packed")

@@ -1,0 +1,344 @@
+"""Tickets on CPU: when a program moves, which memory stays alive, and how failures are reported."""
+
+import contextlib
+import datetime as dt
+import gc
+import weakref
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardkit.core import events
+from shardkit.core.runtime.choice import transport_for
+from shardkit.core.runtime.lanes import CpuLane, Program, StreamLane, hold, make_lane
+from shardkit.core.runtime.pairwise import PairwiseTransport
+from shardkit.core.runtime.plan import Transport
+from tests.core.runtime.cases import CASES, CPU, flats_for, gather_plan
+from tests.support import run_ranks
+
+
+class _Work:
+    """Stands for a transfer, to see when it is waited for; real transfers are in the other tests."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.waited = 0
+        self._error = error
+
+    def wait(self) -> bool:
+        self.waited += 1
+        if self._error is not None:
+            raise self._error
+        return True
+
+
+def _program(log: list[str], *works: Sequence[_Work]) -> Program:
+    try:
+        for step, batch in enumerate(works):
+            log.append(f"launch {step}")
+            yield batch  # type: ignore[misc]
+        log.append("end")
+    finally:
+        log.append("closed")
+
+
+def test_a_cpu_lane_runs_to_the_first_yield_and_advances_by_one() -> None:
+    log: list[str] = []
+    first, second = _Work(), _Work()
+    ticket = CpuLane("all-gather").start(_program(log, [first], [second]), "blocks.0")
+    assert (log, first.waited, ticket.done) == (["launch 0"], 0, False)
+    ticket.wait_for_stage()
+    assert (log, first.waited, second.waited, ticket.done) == (["launch 0", "launch 1"], 1, 0, False)
+    ticket.wait_for_stage()
+    ticket.wait_for_stage()
+    ticket.wait()
+    ticket.wait()
+    assert ticket.done
+    assert log == ["launch 0", "launch 1", "end", "closed"]
+    assert (first.waited, second.waited) == (1, 1)
+
+
+def test_keep_alive_is_dropped_when_the_ticket_is_done() -> None:
+    tensor = torch.ones(3)
+    reference = weakref.ref(tensor)
+    ticket = CpuLane("all-gather").start(_program([], [_Work()]), "blocks.0", [tensor])
+    del tensor
+    gc.collect()
+    assert reference() is not None
+    ticket.wait()
+    gc.collect()
+    assert reference() is None
+
+
+def test_a_failed_transfer_names_the_group_and_drains_its_siblings() -> None:
+    log: list[str] = []
+    bad, sibling = _Work(OSError("peer left")), _Work()
+    ticket = CpuLane("all-gather").start(_program(log, [bad, sibling]), "blocks.0")
+    with pytest.raises(RuntimeError, match=r"^blocks\.0: all-gather .*2 transfers.* failed: peer left") as error:
+        ticket.wait()
+    assert isinstance(error.value.__cause__, OSError)
+    assert ticket.done
+    assert sibling.waited == 1
+    assert log[-1] == "closed"
+    ticket.wait()
+
+
+def _refuse(event: events.Event) -> None:
+    if isinstance(event, events.Launched):
+        raise LookupError("of the listener")
+
+
+def test_an_error_of_a_listener_leaves_no_transfer_behind() -> None:
+    """The caller frees the memory that transfers write to."""
+    log: list[str] = []
+    work = _Work()
+    with events.subscribe(_refuse), pytest.raises(LookupError, match="of the listener"):
+        CpuLane("all-gather").start(_program(log, [work]), "blocks.0")
+    assert work.waited == 1
+    assert log == ["launch 0", "closed"]
+
+
+def _half_posted(rank: int, world_size: int) -> None:
+    """Rank 0 may not send what it wants to, after it has begun to receive."""
+    transport = PairwiseTransport(dist.group.WORLD, CPU)
+    incoming = torch.zeros(3)
+    if rank == 0:
+        with pytest.raises(RuntimeError, match="contiguous"):
+            transport.exchange(torch.ones(6)[::2], [0, 3], incoming, [0, 3], 7)
+        assert incoming.tolist() == [1, 2, 3], "it was not waited for"
+        dist.group.WORLD.send([torch.ones(3)], 1, 7).wait()
+    else:
+        for work in transport.exchange(torch.tensor([1.0, 2.0, 3.0]), [3, 0], incoming, [3, 0], 7):
+            work.wait()
+
+
+def test_transfers_that_are_half_posted_end_before_the_error() -> None:
+    run_ranks(2, _half_posted)
+
+
+def test_a_failing_program_names_the_group() -> None:
+    def program(when: int) -> Program:
+        if when == 0:
+            raise OSError("no route")
+        yield ()
+        raise OSError("no memory")
+
+    with pytest.raises(RuntimeError, match=r"^blocks\.0: launching all-gather failed: no route"):
+        CpuLane("all-gather").start(program(0), "blocks.0")
+    ticket = CpuLane("all-gather").start(program(1), "blocks.0")
+    with pytest.raises(RuntimeError, match=r"^blocks\.0: all-gather .* failed: no memory"):
+        ticket.wait_for_stage()
+    assert ticket.done
+
+
+def test_abandon_waits_ignores_errors_and_closes() -> None:
+    log: list[str] = []
+    bad, sibling = _Work(OSError("peer left")), _Work()
+    ticket = CpuLane("all-gather").start(_program(log, [bad, sibling]), "blocks.0")
+    ticket.abandon()
+    assert ticket.done
+    assert sibling.waited == 1
+    assert log == ["launch 0", "closed"]
+    ticket.abandon()
+
+
+def test_grad_mode_does_not_leak_out_of_a_running_program() -> None:
+    assert run_ranks(2, _grad_mode_while_running) == [True, True]
+
+
+def _grad_mode_while_running(rank: int, world_size: int) -> bool:
+    group = dist.group.WORLD
+    plan = gather_plan(CASES["small"], _asked(group))
+    sources = [torch.ones(item.layout.local_shape(rank), requires_grad=True) for item in plan.items]
+    ticket = make_lane(CPU, "all-gather").start(plan.transport.gather(plan, sources, flats_for(plan)), plan.label)
+    enabled = torch.is_grad_enabled()
+    ticket.wait()
+    return enabled
+
+
+def _asked(group: dist.ProcessGroup | None) -> Transport:
+    assert group is not None
+    return transport_for(group, CPU)
+
+
+def _waits_for_a_peer_that_never_comes(rank: int, world_size: int) -> str:
+    group = dist.new_group(timeout=dt.timedelta(seconds=2))
+    plan = gather_plan(CASES["mixed_dims"], _asked(group), "layers.7")
+    sources = [torch.ones(item.layout.local_shape(rank)) for item in plan.items]
+    if rank == 1:
+        dist.barrier()  # until the other has given up
+        return ""
+    ticket = make_lane(CPU, "all-gather").start(plan.transport.gather(plan, sources, flats_for(plan)), plan.label)
+    with pytest.raises(RuntimeError) as error:
+        ticket.wait()
+    assert ticket.done
+    dist.barrier()
+    return str(error.value)
+
+
+def test_a_timeout_names_the_group_that_waited() -> None:
+    message = run_ranks(2, _waits_for_a_peer_that_never_comes, isolated=True)[0]
+    assert message.startswith("layers.7: all-gather (waiting for its peers")
+    assert "rank 1 of the group has not come within 2 s" in message
+
+
+def test_a_cpu_lane_ignores_events_and_knows_its_name() -> None:
+    lane = make_lane(CPU, "reduce-scatter", priority=-1)
+    lane.wait_event(None)
+    assert lane.name == "reduce-scatter"
+
+
+class _Device:
+    """A device module that records the calls of a stream lane, for machines without streams."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.current = "compute"
+
+    def Stream(self, device: torch.device, priority: int) -> "_Stream":  # noqa: N802 (the module's own spelling)
+        return _Stream(self, f"lane{priority}")
+
+    def current_stream(self, device: torch.device) -> "_Stream":
+        return _Stream(self, self.current)
+
+    def Event(self, enable_timing: bool) -> str:  # noqa: N802 (the module's own spelling)
+        assert enable_timing
+        return "time"
+
+    @contextlib.contextmanager
+    def stream(self, stream: "_Stream") -> Iterator[None]:
+        outer, self.current = self.current, stream.name
+        try:
+            yield
+        finally:
+            self.current = outer
+
+
+class _Stream:
+    def __init__(self, device: _Device, name: str) -> None:
+        self.device, self.name = device, name
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Stream) and other.name == self.name
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    def record_event(self, event: str = "") -> str:
+        self.device.log.append(f"{self.name} records {event}".rstrip())
+        return f"{event or 'event'} of {self.name}"
+
+    def wait_event(self, event: str) -> None:
+        self.device.log.append(f"{self.name} waits for {event}")
+
+
+def _stream_lane(monkeypatch: pytest.MonkeyPatch) -> tuple[_Device, StreamLane]:
+    device = _Device()
+    monkeypatch.setattr(torch, "get_device_module", lambda _: device)
+    lane = make_lane(torch.device("cuda:0"), "all-gather", priority=-1)
+    assert isinstance(lane, StreamLane)
+    return device, lane
+
+
+def _traced(device: _Device, scratch: torch.Tensor) -> Program:
+    hold(scratch)
+    device.log.append(f"program on {device.current}")
+    yield [_Work()]  # type: ignore[list-item]
+    device.log.append(f"rest on {device.current}")
+
+
+def test_a_stream_lane_orders_memory_and_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, lane = _stream_lane(monkeypatch)
+    scratch = torch.ones(2)
+    reference = weakref.ref(scratch)
+    ticket = lane.start(_traced(device, scratch), "blocks.0", [torch.ones(1)])
+    del scratch
+    assert device.log == [
+        "compute records",
+        "lane-1 waits for event of compute",
+        "program on lane-1",
+        "rest on lane-1",
+        "lane-1 records",
+    ]
+    gc.collect()
+    assert not ticket.done
+    assert reference() is not None, "the device may still write to memory of the program"
+    ticket.wait_for_stage()
+    ticket.wait()
+    assert device.log[5:] == ["compute waits for event of lane-1"]
+    gc.collect()
+    assert reference() is None
+
+
+def test_a_stream_lane_times_what_it_runs_and_who_waits_for_somebody_who_listens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device, lane = _stream_lane(monkeypatch)
+    heard: list[events.Event] = []
+    with events.subscribe(heard.append):
+        lane.start(_traced(device, torch.ones(1)), "blocks.0").wait()
+    assert device.log == [
+        "compute records",
+        "lane-1 waits for event of compute",
+        "lane-1 records time",
+        "program on lane-1",
+        "rest on lane-1",
+        "lane-1 records",
+        "lane-1 records time",
+        "compute records time",
+        "compute waits for event of lane-1",
+        "compute records time",
+    ]
+    launched, waited = heard
+    assert isinstance(launched, events.Launched)
+    assert isinstance(waited, events.WaitFinished)
+    assert launched.span == events.DeviceSpan("time of lane-1", "time of lane-1")
+    assert waited.span == events.DeviceSpan("time of compute", "time of compute")
+    assert (launched.fqn, waited.fqn, waited.operation) == ("blocks.0", "blocks.0", "all-gather")
+
+
+def test_a_user_event_is_waited_for_once_beside_the_current_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, lane = _stream_lane(monkeypatch)
+    lane.wait_event("event of optimizer")
+    lane.start(_traced(device, torch.ones(1)), "blocks.0")
+    assert device.log[:3] == [
+        "lane-1 waits for event of optimizer",
+        "compute records",
+        "lane-1 waits for event of compute",
+    ]
+    device.log.clear()
+    lane.start(_traced(device, torch.ones(1)), "blocks.0")
+    assert device.log[:2] == ["compute records", "lane-1 waits for event of compute"]
+
+
+def test_a_stream_lane_names_the_group_of_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, lane = _stream_lane(monkeypatch)
+    bad = [_Work(OSError("peer left"))]
+    with pytest.raises(RuntimeError, match=r"^blocks\.0: launching all-gather failed: peer left"):
+        lane.start(_program([], bad), "blocks.0")
+    assert device.log[-2:] == ["lane-1 records", "compute waits for event of lane-1"]
+    assert device.current == "compute"
+
+
+def test_memory_outlasts_what_is_queued_when_a_listener_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, lane = _stream_lane(monkeypatch)
+    with events.subscribe(_refuse), pytest.raises(LookupError, match="of the listener"):
+        lane.start(_traced(device, torch.ones(1)), "blocks.0")
+    assert device.log[-1] == "compute waits for event of lane-1"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_stream_lane_on_a_gpu() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    source, target = torch.zeros(1 << 24, device=device), torch.empty(1 << 24, device=device)
+
+    def program() -> Program:
+        target.copy_(source)
+        yield ()
+
+    torch.cuda._sleep(50_000_000)
+    source.fill_(3)
+    ticket = make_lane(device, "all-gather").start(program(), "blocks.0", [source, target])
+    ticket.wait()
+    assert target.sum().item() == 3 * (1 << 24)

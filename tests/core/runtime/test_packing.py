@@ -1,0 +1,125 @@
+"""The packed buffer for many ranks, in one process: the contents of each rank's row, and the unpacked tensors."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from shardkit.core.runtime import packing as module
+from shardkit.core.runtime.packing import Packing, as_dtype, pack, strided
+from shardkit.core.runtime.sharding import ChunkLayout
+from tests.core.runtime.cases import chunk_of, whole
+
+F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
+WORLD_SIZES = st.integers(1, 17)
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> list[ChunkLayout]:
+    world_size = draw(WORLD_SIZES)
+    only_rows = draw(st.booleans())
+    shapes = draw(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=3).map(tuple), min_size=1, max_size=4))
+    shapes = [(shape[0] * draw(st.integers(1, 9)), *shape[1:]) for shape in shapes]
+    return [
+        ChunkLayout(shape, 0 if only_rows else draw(st.integers(0, len(shape) - 1)), world_size) for shape in shapes
+    ]
+
+
+def _rows(packing: Packing, buffer: Tensor) -> Sequence[Tensor]:
+    return buffer.split_with_sizes(packing.slots.sizes())
+
+
+def _strided_whole(layout: ChunkLayout, dtype: torch.dtype, seed: int) -> Tensor:
+    """A tensor whose dims lie in memory in reverse, behind others."""
+    base = whole((3, *reversed(layout.shape)), dtype, seed)[2]
+    return base.permute(*reversed(range(base.ndim)))
+
+
+def _check_filled(packing: Packing, given: Sequence[ChunkLayout], wholes: list[Tensor], padded: bool) -> None:
+    backing = torch.full((5 + packing.numel,), torch.nan)
+    packing.fill(backing[5:], wholes)  # a buffer that a user's allocation hands out may begin anywhere
+    assert backing[:5].isnan().all()
+    for rank, row in enumerate(_rows(packing, backing[5:])):
+        expected = []
+        for layout, tensor in zip(given, wholes, strict=True):
+            chunk = chunk_of(tensor, layout, rank).float().reshape(-1)
+            room = layout.padded_local_numel if padded else chunk.numel()
+            expected.append(torch.cat([chunk, torch.zeros(room - chunk.numel())]))
+        assert torch.equal(row, torch.cat(expected)), rank
+
+
+@settings(deadline=None, max_examples=50)
+@given(layouts(), st.booleans(), st.sampled_from([F32, BF16]), st.booleans())
+def test_a_gradient_s_chunks_lie_in_the_rows_of_their_owners(
+    given: list[ChunkLayout], padded: bool, dtype: torch.dtype, dense: bool
+) -> None:
+    packing = pack(given, range(len(given)), [1] * len(given), padded=padded, aligned=False)
+    make = (lambda one, dtype, seed: whole(one.shape, dtype, seed)) if dense else _strided_whole
+    wholes = [make(layout, dtype, seed) for seed, layout in enumerate(given)]
+    if packing is None:
+        assert not any(layout.numel for layout in given)
+        return
+    _check_filled(packing, given, wholes, padded)
+
+
+@settings(deadline=None, max_examples=50)
+@given(layouts(), st.booleans(), st.booleans())
+def test_what_all_ranks_write_comes_out_as_the_whole_tensors(
+    given: list[ChunkLayout], padded: bool, mixed: bool
+) -> None:
+    dtypes = [(F32, BF16, F64)[seed % 3] if mixed else BF16 for seed in range(len(given))]
+    widths = [dtype.itemsize if mixed else 1 for dtype in dtypes]
+    packing = pack(given, range(len(given)), widths, padded=padded, aligned=mixed)
+    if packing is None:
+        return
+    wholes = [whole(one.shape, dtype, seed) for seed, (one, dtype) in enumerate(zip(given, dtypes, strict=True))]
+    buffer = torch.zeros(packing.numel, dtype=torch.uint8 if mixed else BF16)
+    for rank in range(given[0].world_size):
+        row = packing.row(rank)
+        assert [place.item for place in row] == [i for i, one in enumerate(given) if one.local_numel(rank)]
+        for item, *place in row:
+            target = strided(as_dtype(buffer, dtypes[item]), *place)
+            assert not target.any(), "two chunks in one place"
+            target.copy_(chunk_of(wholes[item], given[item], rank).abs() + 1)
+    flats = []
+    for layout, tensor in zip(given, wholes, strict=True):
+        numel = layout.padded_numel if layout.dim == 0 else layout.numel
+        flats.append(torch.full((3 + numel,), torch.nan, dtype=tensor.dtype)[3:])
+    packing.copy_out(buffer, flats)
+    for layout, tensor, flat in zip(given, wholes, flats, strict=True):
+        assert torch.equal(flat[: layout.numel].view(layout.shape), tensor.abs() + 1)
+
+
+@pytest.mark.parametrize("world_size", [2, 5, 16])
+def test_torch_s_operators_and_strided_views_agree(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA columns with padding go through torch's operators; they give the same rows and the same tensors."""
+    given = [ChunkLayout(shape, 0, world_size) for shape in ((7, 3), (32,), (1, 2), (16, 2), (0, 4))]
+    packing = pack(given, range(len(given)), [1] * len(given), padded=True, aligned=False)
+    assert packing is not None
+    assert packing.columns
+    assert packing.gaps
+    monkeypatch.setattr(module.Packing, "_as_matrix", lambda self, buffer: True)
+    for dtype in (F32, BF16):
+        wholes = [whole(layout.shape, dtype, seed) for seed, layout in enumerate(given)]
+        _check_filled(packing, given, wholes, padded=True)
+    buffer, wholes = torch.empty(packing.numel), [whole(layout.shape, F32, seed) for seed, layout in enumerate(given)]
+    packing.fill(buffer, wholes)
+    flats = [torch.full((layout.padded_numel,), torch.nan) for layout in given]
+    packing.copy_out(buffer, flats)
+    for layout, tensor, flat in zip(given, wholes, flats, strict=True):
+        assert torch.equal(flat[: layout.numel].view(layout.shape), tensor)
+
+
+def test_a_packing_takes_the_same_memory_for_any_number_of_ranks() -> None:
+    shapes = ((4096, 3), (4096,), (1000, 7), (5, 4096))
+    for dims in ((0, 0, 0, 0), (0, 0, 1, 1)):
+        counts = []
+        for world_size in (64, 512, 4096):
+            given = [ChunkLayout(shape, dim, world_size) for shape, dim in zip(shapes, dims, strict=True)]
+            packing = pack(given, range(len(given)), [1] * len(given), padded=True, aligned=False)
+            assert packing is not None
+            counts.append(len(packing.blocks) + len(packing.gaps) + len(packing.slots.runs))
+        assert max(counts) <= 4 * len(shapes) + 1, counts

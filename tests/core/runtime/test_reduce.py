@@ -1,0 +1,246 @@
+"""Reductions at world sizes 1 to 4, over every transport, against sums made in one process."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardkit.core import events
+from shardkit.core.runtime.choice import transport_for
+from shardkit.core.runtime.collective import all_reduce
+from shardkit.core.runtime.lanes import make_lane
+from tests.core.runtime.cases import (
+    BF16,
+    CASES,
+    CPU,
+    F16,
+    F32,
+    chunk_of,
+    reduce_plan,
+    run_reduce,
+    summed,
+    transport,
+    whole,
+)
+from tests.support import run_ranks
+
+WORLD_SIZES = [2, 3, 4]  # one rank has no transport
+NAMES = [
+    "large_even",
+    "large_uneven",
+    "small",
+    "empty_chunks",
+    "only_empty",
+    "other_dims",
+    "mixed_dims",
+    "owned",
+    "blocks",
+]
+
+
+def _grads(name: str, dtype: torch.dtype, rank: int, *, strided: bool = False) -> list[torch.Tensor]:
+    grads = [whole(shape, dtype, 1000 * rank + i) for i, shape in enumerate(CASES[name].shapes)]
+    if strided:
+        grads = [torch.empty_like(g.mT.contiguous()).copy_(g.mT).mT if g.ndim > 1 else g for g in grads]
+        assert any(not g.is_contiguous() for g in grads)
+    return grads
+
+
+def _reduces(
+    rank: int, world_size: int, kind: str, grad_dtype: torch.dtype, reduce_dtype: torch.dtype, *, exact: bool
+) -> None:
+    over = transport(kind)
+    for name in NAMES:
+        plan = reduce_plan(CASES[name], over, grad_dtype, reduce_dtype)
+        terms = [_grads(name, grad_dtype, r) for r in range(world_size)]
+        mine = [g.clone() for g in terms[rank]]
+        first = run_reduce(plan, mine)
+        again = run_reduce(plan, mine)
+        for i, (seen, item) in enumerate(zip(first, plan.items, strict=True)):
+            expected = chunk_of(summed([t[i] for t in terms], reduce_dtype, None, None), item.layout, rank)
+            assert seen.shape == item.layout.local_shape(rank), name
+            assert seen.dtype == reduce_dtype
+            if exact:
+                assert torch.equal(seen, expected), (name, item)
+                assert torch.equal(seen, again[i])
+            else:
+                torch.testing.assert_close(seen, expected)
+            assert torch.equal(mine[i], terms[rank][i]), "the gradient was written to"
+
+
+@pytest.mark.parametrize(
+    ("grad_dtype", "reduce_dtype"), [(F32, F32), (BF16, F32), (BF16, BF16), (F32, BF16), (F16, BF16)]
+)
+@pytest.mark.daily(world_size=[3])
+@pytest.mark.parametrize("kind", ["shared", "pairwise"])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_owners_sum_in_rank_order(
+    world_size: int, kind: str, grad_dtype: torch.dtype, reduce_dtype: torch.dtype
+) -> None:
+    run_ranks(world_size, _exact, kind, grad_dtype, reduce_dtype)
+
+
+def _exact(rank: int, world_size: int, kind: str, grad_dtype: torch.dtype, reduce_dtype: torch.dtype) -> None:
+    _reduces(rank, world_size, kind, grad_dtype, reduce_dtype, exact=True)
+
+
+@pytest.mark.parametrize("kind", ["c10d_packed", "c10d_direct", "custom"])
+@pytest.mark.daily(world_size=[2, 3])
+@pytest.mark.parametrize("grad_dtype", [F32, BF16])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_collectives_reduce_in_fp32(world_size: int, kind: str, grad_dtype: torch.dtype) -> None:
+    # Two terms have one sum; with more the backend chooses the order.
+    run_ranks(world_size, _exact if world_size <= 2 else _close, kind, grad_dtype, F32)
+
+
+def _close(rank: int, world_size: int, kind: str, grad_dtype: torch.dtype, reduce_dtype: torch.dtype) -> None:
+    _reduces(rank, world_size, kind, grad_dtype, reduce_dtype, exact=False)
+
+
+def _divides(rank: int, world_size: int, kind: str) -> None:
+    over = transport(kind)
+    for grad_dtype, reduce_dtype in ((F32, F32), (BF16, F32), (F16, F16)):
+        plan = reduce_plan(CASES["mixed_dims"], over, grad_dtype, reduce_dtype)
+        terms = [_grads("mixed_dims", grad_dtype, r) for r in range(world_size)]
+        for predivide, postdivide in ((3.0, None), (None, 7.0), (1.7, 2.3)):
+            for i, seen in enumerate(run_reduce(plan, terms[rank], predivide, postdivide)):
+                total = summed([t[i] for t in terms], reduce_dtype, predivide, postdivide)
+                expected = chunk_of(total, plan.items[i].layout, rank)
+                assert torch.equal(seen, expected), (grad_dtype, predivide, postdivide, i)
+
+
+@pytest.mark.parametrize("kind", ["shared", "pairwise"])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_divisors_divide_each_term_and_the_sum(world_size: int, kind: str) -> None:
+    run_ranks(world_size, _divides, kind)
+
+
+@pytest.mark.parametrize("kind", ["c10d_packed", "c10d_direct"])
+def test_divisors_with_collectives(kind: str) -> None:
+    run_ranks(2, _divides, kind)
+
+
+def _averages(rank: int, world_size: int, kind: str) -> list[torch.Tensor]:
+    plan = reduce_plan(CASES["mixed_dims"], transport(kind), F32, F32)
+    terms = [_grads("mixed_dims", F32, r) for r in range(world_size)]
+    averaged = run_reduce(plan, terms[rank], op=dist.ReduceOp.AVG)
+    for i, seen in enumerate(averaged):
+        expected = chunk_of(summed([t[i] for t in terms], F32, None, world_size), plan.items[i].layout, rank)
+        torch.testing.assert_close(seen, expected)
+    return [seen.clone() for seen in averaged]
+
+
+@pytest.mark.parametrize("kind", ["shared", "pairwise"])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_average_is_the_sum_over_the_world_size(world_size: int, kind: str) -> None:
+    run_ranks(world_size, _averages, kind)
+
+
+def test_two_ranks_average_alike_over_every_transport() -> None:
+    first, *others = (run_ranks(2, _averages, kind) for kind in ("shared", "pairwise", "c10d_packed", "custom"))
+    for other in others:
+        for ours, theirs in zip(first, other, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def _strided(rank: int, world_size: int, kind: str) -> None:
+    plan = reduce_plan(CASES["mixed_dims"], transport(kind), F32, F32)
+    dense = run_reduce(plan, _grads("mixed_dims", F32, rank))
+    strided = run_reduce(plan, _grads("mixed_dims", F32, rank, strided=True))
+    assert all(torch.equal(a, b) for a, b in zip(dense, strided, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["shared", "pairwise", "c10d_direct"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_strides_of_gradients_do_not_matter(world_size: int, kind: str) -> None:
+    run_ranks(world_size, _strided, kind)
+
+
+def _events_of_a_reduction(
+    rank: int, world_size: int, kind: str, grad_dtype: torch.dtype, reduce_dtype: torch.dtype
+) -> list[tuple[object, ...]]:
+    # A group of its own: an outbox keeps the parcels of earlier tests.
+    carrier = transport_for(dist.new_group(), CPU) if kind == "shared" else transport(kind)
+    plan = reduce_plan(CASES["mixed_dims"], carrier, grad_dtype, reduce_dtype)
+    heard: list[events.Event] = []
+    with events.subscribe(heard.append):
+        run_reduce(plan, _grads("mixed_dims", grad_dtype, rank))
+    started, finished = [e for e in heard if isinstance(e, events.ReduceStarted | events.ReduceFinished)]
+    assert isinstance(finished, events.ReduceFinished)
+    alive = 0
+    for event in heard:
+        if isinstance(event, events.StorageAllocated) and event.kind != "reduce_output":  # which the program returns
+            alive += event.bytes
+        if isinstance(event, events.StorageFreed):
+            alive -= event.bytes
+    staged = [e.bytes for e in heard if isinstance(e, events.StorageAllocated) and e.kind == "reduce_input"]
+    return [started.bytes, started.wire_bytes, finished.wire_bytes, started.dtype, alive, sum(staged)]
+
+
+@pytest.mark.parametrize(("grad_dtype", "landing_rows"), [(BF16, 3), (F32, 2)])
+def test_pairwise_sends_narrow_gradients_as_they_are(grad_dtype: torch.dtype, landing_rows: int) -> None:
+    # Chunks as in the gather's test; a rank sends to each peer the chunks that the peer owns. In one dtype the first
+    # peer's terms arrive in the output: one row less to stage. The large item goes direct in fp32 and packed in bf16.
+    own = [61 * 250 + 4 + 18 + 6, 61 * 250 + 4 + 18, 61 * 250 + 4 + 9, 58 * 250 + 1]
+    size = grad_dtype.itemsize
+    for rank, seen in enumerate(run_ranks(4, _events_of_a_reduction, "pairwise", grad_dtype, F32)):
+        sent = (sum(own) - own[rank]) * size
+        assert seen == [sum(own) * size, sent, sent, grad_dtype, 0, landing_rows * own[rank] * size]
+
+
+def test_two_ranks_reduce_without_staging() -> None:
+    for _, _, _, dtype, alive, staged in run_ranks(2, _events_of_a_reduction, "pairwise", F32, F32):
+        assert (dtype, alive, staged) == (F32, 0, 0)
+
+
+@pytest.mark.parametrize("grad_dtype", [BF16, F32])
+def test_an_outbox_holds_what_peers_own_and_stays(grad_dtype: torch.dtype) -> None:
+    own = [61 * 250 + 4 + 18 + 6, 61 * 250 + 4 + 18, 61 * 250 + 4 + 9, 58 * 250 + 1]
+    size = grad_dtype.itemsize
+    for rank, seen in enumerate(run_ranks(4, _events_of_a_reduction, "shared", grad_dtype, F32, isolated=True)):
+        sent = [numel * size for peer, numel in enumerate(own) if peer != rank]
+        kept = sum(-(-nbytes // 64) * 64 for nbytes in sent)  # each peer's row begins at a cache line
+        assert seen == [sum(own) * size, sum(sent), sum(sent), grad_dtype, kept, 0]
+
+
+def test_collectives_send_the_reduce_dtype() -> None:
+    row = 61 * 250 + 4 + 18 + 6
+    for seen in run_ranks(4, _events_of_a_reduction, "c10d_packed", BF16, F32):
+        assert seen[1:4] == [row * 3 * 4, row * 3 * 4, F32]
+
+
+def _all_reduces(rank: int, world_size: int, op: dist.ReduceOp.RedOpType) -> tuple[list[float], int]:
+    tensor = torch.arange(5.0) + rank
+    heard: list[events.Event] = []
+    group = dist.group.WORLD
+    assert group is not None
+    with events.subscribe(heard.append):
+        make_lane(CPU, "all-reduce").start(all_reduce(tensor, group, op, "blocks.0"), "blocks.0").wait()
+    sent = [e.wire_bytes for e in heard if isinstance(e, events.AllReduceFinished)]
+    return tensor.tolist(), sum(sent)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_all_reduce(world_size: int) -> None:
+    ranks = sum(range(world_size))
+    for seen, sent in run_ranks(world_size, _all_reduces, dist.ReduceOp.SUM):
+        assert seen == [world_size * x + ranks for x in range(5)]
+        assert sent == 2 * (world_size - 1) * 20 // world_size
+    for seen, _ in run_ranks(world_size, _all_reduces, dist.ReduceOp.AVG):
+        assert seen == [x + ranks / world_size for x in range(5)]
+
+
+def _averages_among_backends(rank: int, world_size: int) -> list[float]:
+    """The CPU's backend, gloo, in a group that has the name of another, as those of "cpu:gloo,cuda:nccl" have."""
+    group = dist.group.WORLD
+    assert group is not None
+    group._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
+    try:
+        assert group.name() == "nccl"
+        _averages(rank, world_size, "c10d_packed")
+        return _all_reduces(rank, world_size, dist.ReduceOp.AVG)[0]
+    finally:
+        group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+
+
+def test_the_backend_of_the_device_is_asked_whether_it_averages() -> None:
+    assert run_ranks(2, _averages_among_backends) == [[x + 0.5 for x in range(5)]] * 2

@@ -1,0 +1,741 @@
+"""Shared memory between ranks of one host: who may write when, files left behind, and the errors of missing peers."""
+
+import contextlib
+import ctypes
+import itertools
+import os
+import resource
+import signal
+import socket
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import distribute_tensor
+
+from shardkit.core import UnshardHandle, events, fully_shard
+from shardkit.core.runtime.choice import choose_transports, transport_for
+from shardkit.core.runtime.lanes import make_lane
+from shardkit.core.runtime.pairwise import PairwiseTransport
+from shardkit.core.runtime.shared import segment
+from shardkit.core.runtime.shared.meeting import neighbours_of
+from shardkit.core.runtime.shared.neighbours import Channel, Neighbours
+from shardkit.core.runtime.shared.tables import Table
+from shardkit.core.runtime.shared.transport import SharedTransport
+from tests.core.runtime.cases import CASES, CPU, flats_for, gather_plan, transport
+from tests.support import RankFailure, rank_mesh, run_ranks
+from tests.support.waiting import await_file
+
+
+def _sharded(world_size: int, *widths: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(a, b) for a, b in itertools.pairwise(widths)))
+    mesh = rank_mesh((world_size,))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def _step(model: nn.Module, width: int) -> float:
+    loss = model(torch.ones(2, width)).square().mean()
+    loss.backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter -= 0.1 * parameter.grad
+            parameter.grad = None
+    return loss.item()
+
+
+# -- where things lie --------------------------------------------------------------------------------------------------
+
+
+def _shards_in_segments(rank: int, world_size: int) -> list[bool]:
+    model = _sharded(world_size, 5, 7, 3)
+    placed = [segment.locate(p.to_local()) is not None for p in model.parameters() if p.to_local().numel()]
+    _step(model, 5)
+    return placed
+
+
+def test_shards_lie_in_shared_memory_from_the_start() -> None:
+    for placed in run_ranks(2, _shards_in_segments):
+        assert placed == [True] * 4
+
+
+def _many_modules_are_loaded(rank: int, world_size: int) -> None:
+    """More modules in one group than a message carries descriptors of memory files."""
+    whole = nn.Sequential(*(nn.Linear(4, 4) for _ in range(300)))
+    torch.manual_seed(1)
+    for parameter in whole.parameters():
+        torch.nn.init.uniform_(parameter)
+    model = fully_shard(nn.Sequential(*(nn.Linear(4, 4) for _ in range(300))), mesh=rank_mesh((world_size,)))
+    full, mine = whole.state_dict(), model.state_dict()
+    values = {name: distribute_tensor(one, mine[name].device_mesh, mine[name].placements) for name, one in full.items()}
+    model.load_state_dict(values, assign=True)
+    assert _segments_of(model) == 1, "the shards of a load lie side by side"
+    taken = [parameter.to_local().data_ptr() for parameter in model.parameters()]
+    torch.testing.assert_close(model(torch.ones(2, 4)), whole(torch.ones(2, 4)))
+    model.reshard()
+    assert taken == [parameter.to_local().data_ptr() for parameter in model.parameters()], "tensors over them are lost"
+
+
+def _segments_of(model: nn.Module) -> int:
+    places = [segment.locate(parameter.to_local()) for parameter in model.parameters() if parameter.to_local().numel()]
+    assert None not in places
+    return len({id(place[0]) for place in places if place is not None})
+
+
+def test_loads_of_more_modules_than_a_message_has_descriptors() -> None:
+    run_ranks(2, _many_modules_are_loaded, isolated=True)
+
+
+def _leaves_nothing(rank: int, world_size: int) -> tuple[int, int, int]:
+    assert not segment._segments
+    model = _sharded(world_size, 64, 64, 64)
+    for _ in range(2):
+        _step(model, 64)
+    assert segment._segments
+    del model
+    dist.barrier()
+    return len(segment._segments), _mappings(), _descriptors("memfd:shardkit")
+
+
+def _mappings() -> int:
+    return sum("memfd:shardkit" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def _descriptors(name: str) -> int:
+    links = [str(entry.readlink()) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
+    return sum(name in link for link in links)
+
+
+def test_deleting_a_model_frees_its_shared_memory_at_once() -> None:
+    # Whoever deletes it first hears of the peer's with the next gather: until then those are `mapped`, without pages.
+    for segments, mapped, descriptors in run_ranks(2, _leaves_nothing, isolated=True):
+        assert segments == 0
+        assert descriptors == 0
+        assert mapped <= 6  # two groups of the peer, and four gradients: a parcel each where this rank always read late
+
+
+def _pages(rank: int, world_size: int, deleted: Path) -> list[int]:
+    """Bytes of all ranks' memory files together: while a model trains, and after it is gone."""
+    seen = []
+    model = _sharded(world_size, 1024, 1024, 1024)
+    _step(model, 1024)
+    for ended in (False, True):
+        if ended:
+            if rank == 1:
+                await_file(deleted, "rank 0 deletes its model")
+            del model
+            if rank == 0:
+                deleted.touch()
+        dist.barrier()
+        seen.append(_resident())
+        dist.barrier()
+    return seen
+
+
+def _resident() -> int:
+    """Bytes of memory files in this process, pages that peers map too by halves."""
+    nbytes, ours = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if line.startswith("Pss:"):
+            nbytes += 1024 * int(line.split()[1]) * ours
+        elif "-" in line.split(" ")[0]:
+            ours = "memfd:shardkit" in line
+    return nbytes
+
+
+def test_a_deleted_models_pages_are_given_back_though_peers_map_them(tmp_path: Path) -> None:
+    seen = run_ranks(2, _pages, tmp_path / "deleted", isolated=True)
+    training, gone = (sum(ranks) for ranks in zip(*seen, strict=True))
+    assert training > 8 * 2**20  # shards of two matrices, and gradients in the outbox
+    assert gone == 0
+
+
+def _forks(rank: int, world_size: int) -> bool:
+    model = _sharded(world_size, 64, 64)  # no peer has read anything of it yet
+    before = model[0].weight.to_local().detach().clone()
+    child = os.fork()
+    if not child:
+        del model
+        os._exit(0)
+    os.waitpid(child, 0)
+    return torch.equal(model[0].weight.to_local(), before)
+
+
+def test_a_forked_child_gives_nothing_back() -> None:
+    assert run_ranks(2, _forks, isolated=True) == [True, True]
+
+
+def _drops_the_peers_mappings(rank: int, world_size: int) -> list[int]:
+    seen = []
+    kept = _sharded(world_size, 8, 8)
+    _step(kept, 8)
+    for _ in range(8):
+        model = _sharded(world_size, 64, 64, 64)
+        _step(model, 64)
+        del model
+        _step(kept, 8)
+        seen.append(_mappings())
+    return seen
+
+
+def test_mappings_of_deleted_models_do_not_pile_up() -> None:
+    for seen in run_ranks(2, _drops_the_peers_mappings, isolated=True):
+        assert seen[-1] < seen[0] + 4  # each of the eight models had two segments; one or two outboxes come and go
+
+
+# -- who may write when ------------------------------------------------------------------------------------------------
+
+
+# Rank 1 reads a shard of rank 0 as late as possible: when rank 0 waits for it, or has written to the shard.
+
+
+@contextlib.contextmanager
+def _tells_that_it_waits(rank: int, waits: Path) -> Iterator[None]:
+    """Rank 0 makes the file when it starts to wait until its shards are read, at the latest at the end of the block."""
+
+    def tell(event: events.Event) -> None:
+        if isinstance(event, events.WaitStarted) and event.operation == "release":
+            waits.touch()
+
+    if rank != 0:
+        yield
+        return
+    with events.subscribe(tell):
+        yield
+    waits.touch()
+
+
+def _come_late(rank: int, waits: Path) -> None:
+    if rank == 1:
+        await_file(waits, "rank 0 waits for rank 1, or writes")
+
+
+class _Late(nn.Module):
+    """Delays rank 1 before the next layer, once it has a file to wait for."""
+
+    waits: Path | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.waits is not None:
+            _come_late(dist.get_rank(), self.waits)
+        return x
+
+
+def _late_model(world_size: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), _Late(), nn.Linear(64, 64, bias=False))
+    for layer in (model[0], model[2]):
+        fully_shard(layer, mesh=rank_mesh((world_size,)))
+    return fully_shard(model, mesh=rank_mesh((world_size,)))
+
+
+@torch.no_grad()
+def _writes_after_forward(rank: int, world_size: int, waits: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    model = _late_model(world_size)
+    first = model(torch.ones(2, 64))  # teaches the order: from now on layers are gathered ahead
+    model[1].waits = waits
+    with _tells_that_it_waits(rank, waits):
+        again = model(torch.ones(2, 64))
+        for parameter in model.parameters():
+            parameter.to_local().zero_()
+    return first, again
+
+
+@torch.no_grad()
+def _writes_after_unshard(rank: int, world_size: int, waits: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    layer = _late_model(world_size)[2]
+    expected = layer.weight.full_tensor()
+    handle = layer.unshard(async_op=True)
+    return expected, _weight_before_it_is_written(layer, handle, rank, waits)
+
+
+def _weight_before_it_is_written(layer: nn.Module, handle: UnshardHandle, rank: int, waits: Path) -> torch.Tensor:
+    """The unsharded weight on this rank. Rank 0 writes to its shard as soon as the layer is sharded again."""
+    with _tells_that_it_waits(rank, waits):
+        _come_late(rank, waits)
+        handle.wait()
+        seen = layer.weight.clone()
+        layer.reshard()
+        layer.weight.to_local().zero_()
+    dist.barrier()
+    return seen
+
+
+@pytest.mark.parametrize("body", [_writes_after_forward, _writes_after_unshard])
+def test_a_shard_may_be_written_to_as_soon_as_control_returns(
+    body: Callable[[int, int, Path], tuple[torch.Tensor, torch.Tensor]], tmp_path: Path
+) -> None:
+    for expected, seen in run_ranks(2, body, tmp_path / "waits"):
+        assert torch.equal(expected, seen)
+
+
+def _moves_a_shard(rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    model = _sharded(world_size, 8, 8)
+    model(torch.ones(2, 8))
+    for parameter in model.parameters():
+        local = parameter.to_local().detach()
+        parameter._local_tensor.set_(torch.full_like(local, 7.0))  # as pickling for another process does
+    seen = model(torch.ones(2, 8)).detach()
+    return seen, nn.functional.linear(torch.ones(2, 8), torch.full((8, 8), 7.0), torch.full((8,), 7.0))
+
+
+def test_a_shard_whose_memory_has_moved_is_read_where_it_is() -> None:
+    for seen, expected in run_ranks(2, _moves_a_shard):
+        assert torch.equal(seen, expected)
+
+
+@torch.no_grad()
+def _unshards_around_a_forward(rank: int, world_size: int, waits: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    body, head = _late_model(world_size), fully_shard(nn.Linear(64, 64, bias=False), mesh=rank_mesh((world_size,)))
+    expected = head.weight.full_tensor()
+    handle = head.unshard(async_op=True)
+    body(torch.ones(2, 64))
+    return expected, _weight_before_it_is_written(head, handle, rank, waits)
+
+
+def test_a_gather_across_a_forward_is_settled_too(tmp_path: Path) -> None:
+    for expected, seen in run_ranks(2, _unshards_around_a_forward, tmp_path / "waits"):
+        assert torch.equal(expected, seen)
+
+
+def _first_in_inference_mode(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        model = nn.Linear(8, 8)
+    fully_shard(model, mesh=rank_mesh((world_size,)))
+    model.to_empty(device="cpu")
+    model.reset_parameters()
+    with torch.inference_mode():
+        model(torch.ones(2, 8))
+    with torch.no_grad():
+        model.weight.to_local().mul_(0.5)
+    _step(model, 8)
+
+
+def test_a_first_gather_in_inference_mode_leaves_shards_that_can_be_trained() -> None:
+    run_ranks(2, _first_in_inference_mode)
+
+
+class _LateBackward(nn.Module):
+    """In backward, once it has a file to wait for, it delays rank 1 before the next layer and raises on rank 0."""
+
+    waits: Path | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x.register_hook(self._backward)
+        return x.clone()
+
+    def _backward(self, gradient: torch.Tensor) -> None:
+        if self.waits is None:
+            return
+        _come_late(dist.get_rank(), self.waits)
+        if dist.get_rank() == 0:
+            raise RuntimeError("backward is interrupted")
+
+
+def _resets_and_writes(rank: int, world_size: int, waits: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), _LateBackward(), nn.Linear(64, 64))
+    for layer in (model[0], model[2]):
+        fully_shard(layer, mesh=rank_mesh((world_size,)))
+    fully_shard(model, mesh=rank_mesh((world_size,)))
+    model.set_requires_gradient_sync(False)
+    inputs = [torch.ones(2, 64, requires_grad=True) for _ in range(2)]
+    model(inputs[0]).sum().backward()
+    model[1].waits = waits
+    if rank == 0:
+        with pytest.raises(RuntimeError, match="interrupted"):
+            model(inputs[1]).sum().backward()
+        with _tells_that_it_waits(rank, waits), torch.no_grad():
+            model.reset_iter_state()
+            for parameter in model.parameters():
+                parameter.to_local().zero_()
+        dist.barrier()
+        return inputs[0].grad, inputs[0].grad
+    model(inputs[1]).sum().backward()  # reads the shards of rank 0, which failed afterwards
+    dist.barrier()
+    return inputs[0].grad, inputs[1].grad
+
+
+def test_a_shard_may_be_written_to_after_a_reset(tmp_path: Path) -> None:
+    for expected, seen in run_ranks(2, _resets_and_writes, tmp_path / "waits"):
+        assert torch.equal(expected, seen)
+
+
+def _interrupted_while_peers_read(rank: int, world_size: int, waits: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ctrl-C while rank 0 waits, at the end of a forward, until rank 1 has read its shards."""
+
+    def interrupt(event: events.Event) -> None:
+        if isinstance(event, events.WaitStarted) and event.operation == "release":
+            raise KeyboardInterrupt
+
+    model, x = _late_model(world_size), torch.ones(2, 64)
+    with torch.no_grad():
+        model(x)
+        expected = model(x)
+        dist.barrier()
+        model[1].waits = waits
+        if rank == 0:
+            with events.subscribe(interrupt), pytest.raises(KeyboardInterrupt):
+                model(x)
+            with _tells_that_it_waits(rank, waits):
+                model.reset_iter_state()
+                for parameter in model.parameters():
+                    parameter.to_local().mul_(7)
+        seen = model(x) if rank == 1 else expected
+    dist.barrier()
+    return expected, seen
+
+
+def test_a_shard_may_be_written_to_after_an_interrupted_wait(tmp_path: Path) -> None:
+    for expected, seen in run_ranks(2, _interrupted_while_peers_read, tmp_path / "waits"):
+        assert torch.equal(expected, seen)
+
+
+# -- launched far ahead ------------------------------------------------------------------------------------------------
+
+_FAR = 700  # messages: more than twice as many as a socket holds unread
+
+
+def _launches_far_ahead(rank: int, world_size: int, order: str) -> list[float]:
+    neighbours = neighbours_of(dist.group.WORLD)
+    assert neighbours is not None
+    (values,) = segment.shared_copies([torch.full((4,), float(rank))])
+    table = Table("block", [values])
+    if rank == 1:
+        dist.barrier()  # the others are through before anything is read
+    operations = [neighbours.post(Channel.GATHER, table) for _ in range(_FAR)]
+    if rank != 1:
+        dist.barrier()
+    seen = []
+    if order == "backwards":
+        operations.reverse()
+    for number, operation in enumerate(operations):
+        if number in (1, _FAR // 2):
+            dist.barrier()  # with most of them still launched ahead
+        peers = neighbours.collect(operation, "block")
+        seen.append(sum(table.tensors[0].sum().item() for table in peers if table is not None))
+        neighbours.release(operation)
+    for operation in operations:
+        neighbours.wait_released(operation)
+    dist.barrier()
+    return seen
+
+
+@pytest.mark.parametrize("order", ["as launched", "backwards"])
+def test_any_number_of_operations_may_be_launched_ahead(order: str) -> None:
+    for world_size in (2, 3):
+        ranks = run_ranks(world_size, _launches_far_ahead, order)
+        total = 4.0 * sum(range(world_size))
+        assert ranks == [[total - 4.0 * rank] * _FAR for rank in range(world_size)]
+
+
+class _Meets(nn.Module):
+    """Meets the other ranks in forward, as a layer that normalises over all of them does."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        dist.barrier()
+        return x
+
+
+def _prefetches_far_ahead(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    layers = [nn.Linear(2, 2) for _ in range(300)]
+    expected = nn.Sequential(*layers)(torch.ones(1, 2)).detach()
+    for layer in layers:
+        fully_shard(layer, mesh=rank_mesh((world_size,)))
+    model = fully_shard(nn.Sequential(layers[0], _Meets(), *layers[1:]), mesh=rank_mesh((world_size,)))
+    model.set_prefetch_depth(len(layers))
+    with torch.no_grad():
+        for _ in range(2):
+            torch.testing.assert_close(model(torch.ones(1, 2)), expected)
+
+
+def test_hundreds_of_groups_may_be_prefetched() -> None:
+    run_ranks(2, _prefetches_far_ahead)
+
+
+def _pair(timeout: float) -> tuple[Neighbours, Neighbours]:
+    """Both ends of a connection, in one process."""
+    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    return Neighbours([None, ends[0]], timeout), Neighbours([ends[1], None], timeout)
+
+
+def _one_that_does_not_read(rank: int, world_size: int) -> None:
+    sender, receiver = _pair(1.0)
+    tables = [Table("block", segment.shared_copies([torch.ones(4)])) for _ in range(2)]
+    operations = []
+    for _ in range(_FAR):
+        operations.append(sender.post(Channel.GATHER, tables[0]))
+        receiver.post(Channel.GATHER, tables[1])
+        sender.is_released(operations[0])  # hears the receiver
+    first, *_, last = operations
+    sender.collect(first, "block")
+    receiver.collect(first, "block")
+    receiver.release(first)
+    sender.release(first)
+    # The sender has every message that it needs. The receiver waits for one that is not sent yet.
+    for wait in (lambda: sender.collect(last, "block"), lambda: sender.wait_released(first)):
+        with pytest.raises(TimeoutError, match="rank 1 of the group has not come within"):
+            wait()
+    reader = threading.Thread(target=receiver.wait_released, args=[first])
+    reader.start()
+    sender.wait_released(first)
+    sender.collect(last, "block")
+    reader.join()
+    sender.close(), receiver.close()
+
+
+def test_no_wait_ends_before_the_peer_has_what_it_needs() -> None:
+    run_ranks(1, _one_that_does_not_read)
+
+
+def _too_many_descriptors(rank: int, world_size: int) -> str:
+    if os.getuid() == 0:
+        os.setuid(65534)  # root has no limit on descriptors that are on their way
+    (values,) = segment.shared_copies([torch.ones(4)])
+    soft = max(int(entry.name) for entry in Path("/proc/self/fd").iterdir()) + 200
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, soft))
+    sender, receiver = _pair(1.0)
+    tables = [Table(str(number), [values]) for number in range(soft // 2 + 20)]  # two descriptors each
+    operations = [sender.post(Channel.GATHER, table) for table in tables]
+    with pytest.raises(OSError, match=r"more than \d+ descriptors") as error:
+        sender.collect(operations[-1], tables[-1].label)
+
+    def read() -> None:
+        for operation, table in zip(operations, tables, strict=True):
+            receiver.collect(operation, table.label)
+            receiver.release(operation)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for operation in operations:
+        sender.wait_released(operation)
+    reader.join()
+    sender.close(), receiver.close()
+    return str(error.value)
+
+
+def test_descriptors_that_the_kernel_does_not_carry_yet_wait() -> None:
+    [message] = run_ranks(1, _too_many_descriptors, isolated=True)
+    assert "memory for rank 1 of the group cannot be shared" in message and "ulimit -n" in message
+
+
+def _heard_in_inference_mode(rank: int, world_size: int) -> None:
+    sender, receiver = _pair(5.0)
+    operation = sender.post(Channel.REDUCE, Table("block", segment.shared_copies([torch.ones(4)])))
+    with torch.inference_mode():
+        tables = receiver.collect(operation, "block")
+    assert torch.equal(tables[0].tensors[0].add_(1), torch.full((4,), 2.0))  # as a sum does, after an evaluation
+    sender.close(), receiver.close()
+
+
+def test_what_is_heard_in_inference_mode_can_be_summed() -> None:
+    run_ranks(1, _heard_in_inference_mode)
+
+
+# -- when it is not available ------------------------------------------------------------------------------------------
+
+
+def _one_declines(rank: int, world_size: int) -> str:
+    if rank == 1:
+        os.environ["SHARDKIT_SHARED_MEMORY"] = "0"
+    group = dist.new_group()
+    kind = type(transport_for(group, CPU)).__name__
+    model = nn.Linear(6, 6)
+    fully_shard(model, mesh=torch.distributed.device_mesh.DeviceMesh.from_group(group, "cpu"))
+    assert _step(model, 6) > 0
+    return kind
+
+
+def test_one_rank_that_declines_makes_all_exchange_pairwise() -> None:
+    assert run_ranks(3, _one_declines, isolated=True) == [PairwiseTransport.__name__] * 3
+
+
+_CLONE_NEWNET = 0x40000000  # linux/sched.h
+
+
+def _one_is_elsewhere(rank: int, world_size: int) -> str:
+    group = dist.new_group()
+    # Another network namespace, as in a container of its own: its sockets cannot be reached.
+    if rank == 0 and ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWNET):
+        pytest.skip(f"may not make a network namespace: {os.strerror(ctypes.get_errno())}")
+    return type(transport_for(group, CPU)).__name__
+
+
+def test_ranks_in_containers_of_their_own_exchange_pairwise() -> None:
+    assert run_ranks(2, _one_is_elsewhere, isolated=True) == [PairwiseTransport.__name__] * 2
+
+
+def _at_the_limit(rank: int, world_size: int) -> tuple[list[str], int]:
+    _step(_sharded(world_size, 4, 4), 4)  # the ranks have met
+    torch.manual_seed(0)
+    layers = [nn.Linear(8, 8) for _ in range(20)]  # a file for each, two before Python 3.13
+    expected = nn.Sequential(*layers)(torch.ones(2, 8)).detach()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = max([os.dup(0) for _ in range(200)])
+    resource.setrlimit(resource.RLIMIT_NOFILE, ((used + 10) * 4 // 3, hard))  # a quarter is left for other purposes
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for layer in layers:
+                fully_shard(layer, mesh=rank_mesh((world_size,)))
+        model = fully_shard(nn.Sequential(*layers), mesh=rank_mesh((world_size,)))
+        lent = sum(segment.locate(parameter.to_local()) is not None for parameter in model.parameters())
+        for _ in range(2):
+            seen = model(torch.ones(2, 8))
+            torch.testing.assert_close(seen, expected)
+            seen.sum().backward()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return [str(one.message) for one in caught], lent
+
+
+def test_shards_stay_in_private_memory_where_files_are_used_up() -> None:
+    for messages, lent in run_ranks(2, _at_the_limit, isolated=True):
+        (message,) = messages
+        assert 0 < lent < 40
+        assert message.startswith("the shards of 'weight', and of groups after it, stay in private memory")
+        assert "ulimit -n" in message
+
+
+def _meets_nobody(rank: int, world_size: int, directory: str) -> None:
+    groups = [dist.new_group() for _ in range(2)]
+    model = fully_shard(nn.Linear(2, 2), mesh=DeviceMesh.from_group(groups[1], "cpu"))
+    dist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RuntimeError) as meeting:
+        choose_transports(groups[0], None, CPU, None, None, None, False, "blocks.0")
+    with pytest.raises(RuntimeError) as comparing:
+        model(torch.ones(1, 2))
+    Path(directory, "said").write_text(f"{meeting.value}\n{comparing.value}")
+
+
+def test_a_rank_that_does_not_come_to_the_set_up_is_an_error_with_a_name(tmp_path: Path) -> None:
+    with pytest.raises(RankFailure):
+        run_ranks(2, _meets_nobody, str(tmp_path), isolated=True)
+    meeting, comparing = (tmp_path / "said").read_text().splitlines()
+    assert meeting.startswith("blocks.0: set-up failed (meeting the other ranks of its group)")
+    assert comparing.startswith("FSDPLinear: set-up failed (comparing models with the other ranks)")
+    assert comparing.endswith("under `shardkit watch` the job names the rank that is missing and what it does instead")
+
+
+# -- when a peer is not there ------------------------------------------------------------------------------------------
+
+
+def _dies(rank: int, world_size: int, directory: str) -> None:
+    model = _sharded(world_size, 8, 8, 8)
+    _step(model, 8)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RuntimeError) as error:
+        _step(model, 8)
+    Path(directory, "said").write_text(str(error.value))
+
+
+def test_a_killed_peer_is_named_at_once(tmp_path: Path) -> None:
+    with pytest.raises(RankFailure):
+        run_ranks(2, _dies, str(tmp_path), isolated=True)
+    said = (tmp_path / "said").read_text()
+    assert "within" not in said, "found by a timeout, which is half an hour here"
+    assert "all-gather (waiting for its peers" in said or "launching all-gather failed" in said
+    assert "the process of rank 1 of the group has ended" in said
+
+
+def _already_gone(rank: int, world_size: int, directory: str) -> None:
+    model = _sharded(world_size, 8, 8, 8)
+    _step(model, 8)
+    pids: list[int] = [0] * world_size
+    dist.all_gather_object(pids, os.getpid())
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    while _runs(pids[1]):
+        time.sleep(0.01)
+    with pytest.raises(RuntimeError) as error:
+        _step(model, 8)
+    Path(directory, "said").write_text(str(error.value))
+
+
+def _runs(pid: int) -> bool:
+    """Whether a process exists and is not a zombie, which has closed its sockets."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_peer_that_was_gone_before_is_named_too(tmp_path: Path) -> None:
+    with pytest.raises(RankFailure):
+        run_ranks(2, _already_gone, str(tmp_path), isolated=True)
+    assert "all-gather" in (tmp_path / "said").read_text()
+    assert "the process of rank 1 of the group has ended" in (tmp_path / "said").read_text()
+
+
+def _another_group(rank: int, world_size: int) -> str:
+    over = transport("shared")
+    plan = gather_plan(CASES["small"], over, f"blocks.{rank}")
+    sources = [torch.ones(item.layout.local_shape(rank)) for item in plan.items]
+    with pytest.raises(RuntimeError) as error:
+        make_lane(CPU, "all-gather").start(plan.transport.gather(plan, sources, flats_for(plan)), plan.label).wait()
+    return str(error.value)
+
+
+def test_ranks_at_different_groups_are_told_so() -> None:
+    first, second = run_ranks(2, _another_group, isolated=True)
+    assert "rank 1 of the group is at 'blocks.1' where this rank is at 'blocks.0'" in first
+    assert "rank 0 of the group is at 'blocks.0' where this rank is at 'blocks.1'" in second
+
+
+def _another_size(rank: int, world_size: int) -> str:
+    over = transport("lent")
+    assert isinstance(over, SharedTransport)
+    case = CASES["large_even"] if rank == 0 else CASES["large_uneven"]
+    plan = gather_plan(case, over)
+    sources = segment.shared_copies([torch.ones(item.layout.local_shape(rank)) for item in plan.items])
+    with pytest.raises(RuntimeError) as error:
+        make_lane(CPU, "all-gather").start(plan.transport.gather(plan, sources, flats_for(plan)), plan.label).wait()
+    return str(error.value)
+
+
+def test_a_shard_of_another_size_is_refused() -> None:
+    first, _ = run_ranks(2, _another_size, isolated=True)
+    assert "rank 1 of the group shares 30000 elements of 'blocks.0.w0', expected 24000" in first
+
+
+def _meets_again(rank: int, world_size: int) -> bool:
+    group = dist.group.WORLD
+    return neighbours_of(group) is neighbours_of(group)
+
+
+def test_ranks_meet_once() -> None:
+    assert run_ranks(2, _meets_again) == [True, True]
+
+
+def _over_the_limit(rank: int, world_size: int) -> str:
+    sender, receiver = _pair(5.0)
+    operation = sender.post(Channel.GATHER, Table("block", segment.shared_copies([torch.ones(4)])))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1, hard))
+    try:
+        receiver.collect(operation, "block")
+    except OSError as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        sender.close(), receiver.close()
+    return "no error"
+
+
+def test_a_limit_on_open_files_is_named() -> None:
+    [message] = run_ranks(1, _over_the_limit)
+    assert "at its limit of 1 open files" in message and "ulimit -n" in message
