@@ -14,6 +14,7 @@ CORE = "shardkit.core"
 LAYERS: list[set[str]] = [
     {
         "coverage",
+        "digests",
         "events",
         "mesh",
         "observers",

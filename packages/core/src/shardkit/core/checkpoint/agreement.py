@@ -2,15 +2,12 @@
 
 They also compare values. One rank writes a plain value for all ranks, so stages of a pipeline whose modules share
 names would all be restored as the first, and so would optimizer state that a custom optimizer keeps for each rank's
-shard. A fingerprint hashes up to 1,024 evenly spread elements: parameters of different modules differ nearly
-everywhere, and a full hash would cost more than the copy to staging memory. Buffers are not compared: running
-statistics may differ between ranks, and the first rank's are kept, as in stock. Nor are values of `user`.
+shard. Buffers are not compared: running statistics may differ between ranks, and the first rank's are kept, as in
+stock. Nor are values of `user`.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar, cast
@@ -23,6 +20,7 @@ from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointEr
 from shardkit.core.checkpoint.leaves import OPTIMIZER, SCHEDULER, Captured, LeafPath, name_of
 from shardkit.core.checkpoint.plan import boxes_of, is_in_group
 from shardkit.core.checkpoint.stored import bytes_of
+from shardkit.core.digests import number_of, numbers_of
 
 T = TypeVar("T")
 
@@ -131,9 +129,6 @@ def _text(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-_SAMPLES = 1024
-
-
 @dataclass(frozen=True)
 class Box:
     """A box of a tensor, or another value; two ranks that hold the same box should hold the same values."""
@@ -154,7 +149,7 @@ def fingerprints(captured: Captured, *, alike: bool) -> Fingerprints:
     groups: a checkpoint keeps groups whose options differ.
     """
     boxes: list[Box] = []
-    samples: list[torch.Tensor] = []
+    parts: list[torch.Tensor] = []
     found: Fingerprints = {}
     state = (path for path in captured.shared.values if path[0] in (OPTIMIZER, SCHEDULER))
     for path in (*captured.parameters, *state):
@@ -162,33 +157,15 @@ def fingerprints(captured: Captured, *, alike: bool) -> Fingerprints:
         if (isinstance(value, DTensor) and (alike or path[0] == OPTIMIZER)) or (is_in_group(path) and not alike):
             continue
         if not isinstance(value, torch.Tensor):
-            found[Box(path, type(value).__name__, (), ())] = _number(_text_of(value).encode())
+            found[Box(path, type(value).__name__, (), ())] = number_of(_text_of(value).encode())
             continue
         if value.layout is not torch.strided or value.device.type == "meta":
             continue  # planning rejects it, with its name
         look = f"{value.dtype} {tuple(value.shape)}"
         for offsets, sizes, part in boxes_of(path, value):
             boxes.append(Box(path, look, offsets, sizes))
-            flat = part.reshape(-1)
-            # An odd stride does not stay in one column of a matrix.
-            samples.append(bytes_of(flat[:: -(-flat.numel() // _SAMPLES) | 1].contiguous()))
-    for box, one in zip(boxes, _on_cpu(samples), strict=True):
-        found[box] = _number(one.numpy().tobytes())
-    return found
-
-
-def _on_cpu(samples: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies all samples of a device at once, because each copy would wait for the device."""
-    by_device: dict[torch.device, list[int]] = defaultdict(list)
-    for number, one in enumerate(samples):
-        by_device[one.device].append(number)
-    found = list(samples)
-    for device, numbers in by_device.items():
-        if device.type != "cpu":
-            together = torch.cat([samples[number] for number in numbers]).cpu()
-            for number, one in zip(numbers, together.split([samples[n].numel() for n in numbers]), strict=True):
-                found[number] = one
-    return found
+            parts.append(part)
+    return found | dict(zip(boxes, numbers_of(parts), strict=True))
 
 
 def _text_of(value: object) -> str:
@@ -196,13 +173,9 @@ def _text_of(value: object) -> str:
     return repr(sorted(map(repr, value))) if isinstance(value, set) else repr(value)
 
 
-def _number(data: bytes) -> int:
-    return int.from_bytes(hashlib.sha256(data).digest()[:8], "little") >> 4
-
-
 def digest_of(found: Fingerprints) -> int:
     """A 60-bit number for all fingerprints."""
-    return _number(repr(list(found.items())).encode())
+    return number_of(repr(list(found.items())).encode())
 
 
 _NAMES_DIFFER = "; give modules that differ from rank to rank names that differ, or put them into per_rank="
