@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 import pytest
 import torch
 
+from shardkit.core import CPUOffloadPolicy
 from tests.simulation.configurations import CONFIGURATIONS, ODD, optimize
 from tests.simulation.device import Access, Allocation, Observer
 from tests.simulation.training import started, take_steps
@@ -88,3 +89,26 @@ def test_no_shard_stays_on_the_device_between_steps(on_device: Callable[..., Any
     copied, left = on_device(kept, "CPU offload")
     assert copied
     assert not left
+
+
+def homes(name: str, options: dict[str, Any]) -> tuple[list[str], list[str], int]:
+    """Where shards and their gradients lie after a step, by parameter of the first block, and copies to the device."""
+    (scenario,) = (one.scenario for one in CONFIGURATIONS if one.name == name)
+    observer = _Transfers()
+    blocks = len(scenario.blocks)
+    with started(replace(scenario, offload=None, our_options=options), "ours", observer, lambda: 0.0) as run:
+        for _ in take_steps(run):
+            copied, observer.seen = len(observer.seen), []
+        shards = [*run.model.parameters()]
+        first = shards[: len(shards) // blocks]
+        return [one.device.type for one in first], [one.grad.device.type for one in first], copied
+
+
+@pytest.mark.parametrize(
+    "policy", [{"weights.0": CPUOffloadPolicy()}, CPUOffloadPolicy(budget=80)], ids=["by name", "by budget"]
+)
+def test_some_parameters_stay_on_the_device(policy: Any, on_device: Callable[..., Any]) -> None:
+    """A shard of (16, 8) has the most bytes."""
+    places, of_gradients, copied = on_device(homes, "plain", {"offload_policy": policy})
+    assert places == of_gradients == ["cpu", "sim", "sim"]
+    assert copied

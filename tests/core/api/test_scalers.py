@@ -33,6 +33,11 @@ def scalar_first(world_size: int) -> Any:
     return ours.fully_shard(model)
 
 
+def replicated_first(world_size: int) -> Any:
+    model: Any = Layers()
+    return ours.fully_shard(model, shard_placement_fn=lambda p: Replicate() if p.shape == (4, 4) else None)
+
+
 def replicas(world_size: int) -> Any:
     model = Layers(scalar=True)
     mesh = rank_mesh((2, world_size // 2), ("replicate", "shard"))
@@ -45,6 +50,13 @@ def tensor_parallel(world_size: int) -> Any:
     whole = ColwiseParallel(output_layouts=Replicate())
     parallelize_module(model, mesh["tp"], {"embed": whole, "up": ColwiseParallel(), "down": RowwiseParallel()})
     return ours.fully_shard(model, mesh=mesh["dp"])
+
+
+def replicated_beside_tensor_parallel(world_size: int) -> Any:
+    model, mesh = Layers(), rank_mesh((world_size // 2, 2), ("dp", "tp"))
+    parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    choose = lambda p: Replicate() if p.shape in ((4, 4), (8, 4)) else None  # noqa: E731
+    return ours.fully_shard(model, mesh=mesh["dp"], shard_placement_fn=choose)
 
 
 def scaled_backward(model: nn.Module, scaler: Any) -> None:
@@ -89,7 +101,9 @@ OVERLOOKED = pytest.mark.skipif(
         pytest.param(scalar_first, 2, {"foreach": False}, marks=OVERLOOKED),
         pytest.param(scalar_first, 3, {"fused": True}, marks=OVERLOOKED),
         pytest.param(replicas, 4, {"foreach": True}, marks=OVERLOOKED),
+        pytest.param(replicated_first, 2, {"foreach": False}, marks=OVERLOOKED),
         (tensor_parallel, 4, {"foreach": False}),
+        pytest.param(replicated_beside_tensor_parallel, 4, {"foreach": True}, marks=OVERLOOKED),
     ],
 )
 def test_an_overflow_on_one_rank_is_found_on_all(

@@ -7,7 +7,7 @@ import torch
 import torch.distributed.fsdp as stock
 from torch import nn
 from torch.distributed.fsdp._fully_shard import _fsdp_common as stock_common
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard
 
 from shardkit.core import Owned, fully_shard
 from tests.support import rank_mesh, run_ranks
@@ -66,6 +66,24 @@ def _as_stock(rank: int, world_size: int, experts: int) -> None:
 @pytest.mark.parametrize("experts", [4, 3, 1])
 def test_one_group_a_mesh_as_stock_makes_them(experts: int) -> None:
     run_ranks(4, _as_stock, experts)
+
+
+def _replicated(rank: int, world_size: int) -> None:
+    """Replicated over a mesh without an axis to shard over: what one process gives."""
+    mesh, model, alone = rank_mesh((world_size,)), build(3), build(3)
+    info = stock_common.DDPMeshInfo(mesh=mesh, replicate_mesh_dim=0)
+    result = stock_common.ShardPlacementResult(Replicate(), info)
+    fully_shard(model, mesh=mesh, shard_placement_fn=lambda p: result if p.ndim == 2 else Shard(0))
+    x = torch.cat([torch.randn(3, 6, generator=torch.Generator().manual_seed(each)) for each in range(world_size)])
+    (alone(x).square().sum() / world_size).backward()
+    expected = {name: p.grad for name, p in alone.named_parameters()}
+    for name, seen in _gradients(model, rank).items():
+        torch.testing.assert_close(seen, expected[name], rtol=1e-5, atol=1e-5, msg=name)
+        assert model.get_parameter(name).placements[0].is_replicate() == name.endswith("router.weight")
+
+
+def test_replicated_on_a_mesh_of_its_own() -> None:
+    run_ranks(2, _replicated)
 
 
 def _owned(rank: int, world_size: int) -> None:

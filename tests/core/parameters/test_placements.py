@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardkit.core import Blocks, DataParallelMeshDims, Owned, clip_grad_norm_, events, fully_shard, grad_norm
 from shardkit.core.parameters import managed
@@ -50,6 +50,7 @@ PLACEMENTS: dict[str, Callable[[nn.Parameter], object]] = {
     "all_owned": lambda p: Owned(),
     "rows": lambda p: Blocks(rows=4),
     "elements": lambda p: Blocks(elements=16),
+    "replicated": lambda p: Replicate() if p.ndim == 1 or p.shape == (7, 10) else None,
     "mixed": lambda p: {(7, 10): Blocks(rows=2), (30, 10): Owned(), (10, 30): Shard(1)}.get(
         tuple(p.shape), Blocks(elements=8)
     ),
@@ -106,7 +107,7 @@ def _trains(rank: int, world_size: int, placement: str, networked: bool, bits: b
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor)
         torch.testing.assert_close(parameter.full_tensor(), expected[name], msg=name)
-        if bits and (world_size <= 2 or parameter.ndim):
+        if bits and (world_size <= 2 or (parameter.ndim and placement != "replicated")):  # gloo sums as it likes
             assert torch.equal(parameter.full_tensor(), expected[name]), name
 
 
@@ -138,6 +139,9 @@ def _lies(rank: int, world_size: int) -> None:
         for name, parameter in shard(build(), mesh, placement).named_parameters():
             one = parameter.placements[0]
             local = local_of(parameter)
+            if placement == "replicated":
+                assert one.is_replicate() == (parameter.ndim < 2 or parameter.shape == (7, 10))
+                assert not one.is_replicate() or torch.equal(local, original[name])
             if not isinstance(one, Owned | Blocks):
                 continue
             layout = layout_for(one, tuple(parameter.shape), world_size)
@@ -266,7 +270,7 @@ def test_operators_give_what_whole_tensors_give(world_size: int) -> None:
 
 REFUSED: dict[str, tuple[Callable[[nn.Parameter], object], str]] = {
     "owner": (lambda p: Owned(rank=2), r"Owned\(rank=2\) for parameter 'norm.weight', but the shard group has 2 ranks"),
-    "kind": (lambda p: "whole", r"'whole' for parameter 'norm.weight'; expected Shard\(dim\), Owned\(\), Blocks"),
+    "kind": (lambda p: "whole", r"'whole' for parameter 'norm.weight'; expected Shard\(dim\), Replicate\(\), Owned"),
 }
 
 

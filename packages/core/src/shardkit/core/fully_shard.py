@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import starmap
 from typing import Any, overload
 
 from torch import nn
@@ -24,13 +25,12 @@ from shardkit.core.mesh import (
 from shardkit.core.module import FSDPModule, make_sharded_class
 from shardkit.core.observers import start_observers
 from shardkit.core.optimizers import watch_optimizers
-from shardkit.core.parameters.adapters import form_of
+from shardkit.core.parameters.adapters import ParameterForm, form_of
 from shardkit.core.parameters.gradient_hooks import move_gradient_hooks
 from shardkit.core.parameters.managed import (
     Managed,
     ManagedParameter,
     check_annotations,
-    check_subclasses,
     manage,
     mesh_of_parameter,
     modules_of_argument,
@@ -39,15 +39,18 @@ from shardkit.core.parameters.managed import (
     with_owners,
 )
 from shardkit.core.parameters.param import FSDPParam
+from shardkit.core.parameters.slot import Slot
 from shardkit.core.policies import (
     CompressionPolicy,
     CPUOffloadPolicy,
     DataParallelMeshDims,
     MixedPrecisionPolicy,
+    OffloadChoice,
     OffloadPolicy,
     as_mesh_dims,
     as_mixed_precision,
     as_offload,
+    offload_of_each,
 )
 from shardkit.core.runtime.gloo_threads import wait_at_exit
 from shardkit.core.torch_compat import mark_managed
@@ -66,7 +69,7 @@ def fully_shard(
     reshard_after_forward: bool | int | None = ...,
     shard_placement_fn: PlacementFn | None = ...,
     mp_policy: MixedPrecisionPolicy = ...,
-    offload_policy: OffloadPolicy = ...,
+    offload_policy: OffloadChoice = ...,
     ignored_params: set[nn.Parameter] | None = ...,
     dp_mesh_dims: DataParallelMeshDims | None = ...,
     compression_policy: CompressionPolicy | None = ...,
@@ -81,7 +84,7 @@ def fully_shard(
     reshard_after_forward: bool | int | None = ...,
     shard_placement_fn: PlacementFn | None = ...,
     mp_policy: MixedPrecisionPolicy = ...,
-    offload_policy: OffloadPolicy = ...,
+    offload_policy: OffloadChoice = ...,
     ignored_params: set[nn.Parameter] | None = ...,
     dp_mesh_dims: DataParallelMeshDims | None = ...,
     compression_policy: CompressionPolicy | None = ...,
@@ -95,7 +98,7 @@ def fully_shard(
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: PlacementFn | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 - frozen
-    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 - frozen
+    offload_policy: OffloadChoice = OffloadPolicy(),  # noqa: B008 - frozen
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     compression_policy: CompressionPolicy | None = None,
@@ -116,11 +119,13 @@ def fully_shard(
             means True, except for the root.
         shard_placement_fn: chooses the placement of each parameter: `Shard(dim)`, evenly divisible or not; `Owned()`
             keeps it whole on one rank; `Blocks(...)` cuts it only between blocks; None means `Shard(0)`.
-            `placements_for(model, optimizer_class)` returns such a function. 0-dim parameters are replicated. A result
+            `Replicate()` keeps it whole on all ranks, as every 0-dim parameter; gradients are then all-reduced.
+            `placements_for(model, optimizer_class)` returns such a function. A result
             with a `mesh_info`, such as stock's `ShardPlacementResult`, gives the parameter its own mesh: the call then
             makes one group for each mesh and averages that group's gradients over it.
         mp_policy: dtypes of computation, reduction and output.
-        offload_policy: `CPUOffloadPolicy()` keeps shards, gradients and optimizer state in host memory.
+        offload_policy: `CPUOffloadPolicy()` keeps shards, gradients and optimizer state in host memory. A mapping does
+            so by name, such as `{"experts.*": CPUOffloadPolicy()}`; names are those below `module`.
         ignored_params: parameters to leave alone.
         dp_mesh_dims: names the data-parallel axes of a `mesh` that has other axes as well.
         compression_policy: rounds parameters and gradients of two and more dims to fewer bytes on the network.
@@ -140,7 +145,7 @@ def fully_shard(
     device = device_of(mesh)
     start_observers()
     wait_at_exit()
-    policy, offload = as_mixed_precision(mp_policy), as_offload(offload_policy)
+    policy = as_mixed_precision(mp_policy)
     if not isinstance(compression_policy, CompressionPolicy | None):
         raise TypeError(f"compression_policy must be a CompressionPolicy, got {type(compression_policy).__name__}")
     managed = manage(modules, ignored_params or set())
@@ -149,29 +154,31 @@ def fully_shard(
     choose = shard_placement_fn if shard_placement_fn is not None else lambda _: None
     placed = _placed(managed, choose, data_parallel)
     settings = {mesh: _reshard_setting(reshard_after_forward, mesh) for mesh in (data_parallel, *placed)}
-    forms = {
-        one.fqn: form_of(
-            one.parameter, one.fqn, mesh if placement is not None else mesh.fully_replicated, placement, one.holders
-        )
-        for mesh, parameters in placed.items()
-        for one, placement in parameters
-    }
-    _check_ties(managed, data_parallel, policy, offload, compression_policy)
+    forms: dict[str, ParameterForm] = {}
+    shard_bytes: dict[str, int] = {}
+    for mesh_of_group, parameters in placed.items():
+        for one, placement in parameters:
+            on = mesh_of_group if placement is not None else mesh_of_group.fully_replicated
+            form = forms[one.fqn] = form_of(one.parameter, one.fqn, on, placement, one.holders)
+            shard_bytes[one.fqn] = -(-form.plain(one.parameter.detach()).nbytes // on.shard_size)
+    offload = offload_of_each(offload_policy, shard_bytes)
+    _check_ties(managed, data_parallel, policy, offload_policy, compression_policy)
     move_buffers(managed.buffers, device)
     state = FSDPState(modules, device, policy, auto_reshard=reshard_after_forward is None)
     for mesh_of_group, parameters in placed.items():
         replicated, (reshard, smaller) = mesh_of_group.fully_replicated, settings[mesh_of_group]
         main: list[FSDPParam] = []
-        scalars: list[FSDPParam] = []
+        whole: list[FSDPParam] = []
         for one, placement in parameters:
             on, form = mesh_of_group if placement is not None else replicated, forms[one.fqn]
-            param = FSDPParam(one.parameter, one.fqn, tuple(one.slots), on, placement, form, device, policy, offload)
+            slots = tuple(starmap(Slot.of, one.holders))
+            param = FSDPParam(one.parameter, one.fqn, slots, on, placement, form, device, policy, offload[one.fqn])
             move_gradient_hooks(one.parameter, param.sharded_param, partial(_fqn_of, weakref.ref(param), one.fqn))
-            (main if placement is not None else scalars).append(param)
+            (main if placement is not None else whole).append(param)
         if main:
             state.add_group(FSDPParamGroup(main, mesh_of_group, device, policy, reshard, smaller, compression_policy))
-        if scalars:
-            state.add_group(FSDPParamGroup(scalars, replicated, device, policy, reshard, None))
+        if whole:
+            state.add_group(FSDPParamGroup(whole, replicated, device, policy, reshard, None))
     _join_ties(state, managed)
     _watch_state_dicts(state, managed.modules)
     for one_module in managed.modules:
@@ -195,7 +202,6 @@ def _placed(
         mesh = mesh_of_parameter(one, chosen, default)
         check_annotations(one, mesh)
         by_mesh.setdefault(mesh, []).append((one, placement_of(one, chosen)))
-    check_subclasses(managed)
     for mesh, parameters in by_mesh.items():
         ones, placements = zip(*parameters, strict=True)
         by_mesh[mesh] = list(zip(ones, with_owners(ones, placements, mesh), strict=True))
@@ -245,15 +251,21 @@ def _check_ties(
     managed: Managed,
     mesh: DataParallelMesh,
     policy: MixedPrecisionPolicy,
-    offload: OffloadPolicy,
+    offload: OffloadChoice,
     compression: CompressionPolicy | None,
 ) -> None:
-    """A tied parameter has one mesh and one set of policies, whichever of its modules runs."""
+    """A tied parameter has one mesh and one set of policies, whichever of its modules runs.
+
+    Where names or a budget choose what is offloaded, the call that has sharded it has chosen.
+    """
+    of_all = None if isinstance(offload, Mapping) else as_offload(offload)
+    offloads = of_all if isinstance(of_all, CPUOffloadPolicy) else None
     for param, _ in managed.ties:
         own = policy.for_parameter(param.sharded_param, param.fqn)
+        chosen = of_all is None or (offloads is not None and offloads.budget is not None)
         theirs = (param.mesh.mesh, param.mp_policy.param_dtype, param.mp_policy.reduce_dtype, param.offload)
-        ours = (mesh.mesh, own.param_dtype, own.reduce_dtype, offload if param.offload else None)
-        if theirs != ours or (param.offload is None and isinstance(offload, CPUOffloadPolicy)):
+        ours = (mesh.mesh, own.param_dtype, own.reduce_dtype, param.offload if chosen else offloads)
+        if theirs != ours:
             raise ValueError(
                 f"parameter '{param.fqn}' is tied to one that an earlier fully_shard call has sharded with (mesh, "
                 f"param_dtype, reduce_dtype, offload) = {theirs}; this call has {ours}. Give both calls the same"

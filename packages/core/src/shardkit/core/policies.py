@@ -7,9 +7,10 @@ written for `torch.distributed.fsdp` works here unchanged.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from fnmatch import fnmatchcase
+from typing import Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -29,11 +30,13 @@ __all__ = [
     "CompressionPolicy",
     "DataParallelMeshDims",
     "MixedPrecisionPolicy",
+    "OffloadChoice",
     "OffloadPolicy",
     "ReduceScatter",
     "as_mixed_precision",
     "as_mesh_dims",
     "as_offload",
+    "offload_of_each",
 ]
 
 
@@ -100,9 +103,21 @@ class CPUOffloadPolicy(OffloadPolicy):
     Attributes:
         pin_memory: whether that memory is page-locked, so that copies can overlap with computation. It has no effect on
             a CPU mesh, where nothing is copied.
+        budget: bytes of shards that one `fully_shard` call may leave on each rank's device, 0 or more. The largest
+            parameters are offloaded until the others fit. Gradients and optimizer states of these come on top. None
+            offloads all.
     """
 
     pin_memory: bool = True
+    budget: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.budget is not None and (not isinstance(self.budget, int) or self.budget < 0):
+            raise ValueError(f"CPUOffloadPolicy.budget is {self.budget!r}; pass a number of bytes from 0 on, or None")
+
+
+OffloadChoice: TypeAlias = OffloadPolicy | Mapping[str, OffloadPolicy]
+"""One policy for all parameters of a call, or policies by patterns of their names, as in `fnmatch`."""
 
 
 @dataclass(frozen=True)
@@ -193,6 +208,35 @@ def as_mixed_precision(policy: MixedPrecisionPolicy | StockMixedPrecisionPolicy)
     )
 
 
+def offload_of_each(policy: OffloadChoice, nbytes: Mapping[str, int]) -> dict[str, OffloadPolicy]:
+    """The offload policy of each parameter of a call. `nbytes` are the bytes of its shard, by FQN below the module.
+
+    Of a mapping, the first pattern that matches a parameter decides.
+
+    Raises:
+        ValueError: for a pattern that matches no parameter.
+        TypeError: for anything that is not a policy.
+    """
+    rules = policy if isinstance(policy, Mapping) else {"*": policy}
+    chosen: dict[str, OffloadPolicy] = dict.fromkeys(nbytes, OffloadPolicy())
+    unnamed = set(nbytes)
+    for pattern, rule in rules.items():
+        named = [fqn for fqn in nbytes if fnmatchcase(fqn, pattern)]
+        if nbytes and not named and isinstance(policy, Mapping):
+            raise ValueError(
+                f"offload_policy names {pattern!r}, which matches none of this call's parameters: {', '.join(nbytes)}; "
+                "use their names below the module of the call, or a pattern such as 'experts.*'"
+            )
+        offload = as_offload(rule)
+        taken = [fqn for fqn in named if fqn in unnamed]
+        unnamed.difference_update(taken)
+        room = offload.budget if isinstance(offload, CPUOffloadPolicy) else None
+        for fqn in sorted(taken, key=nbytes.__getitem__):
+            if room is None or (room := room - nbytes[fqn]) < 0:
+                chosen[fqn] = offload
+    return chosen
+
+
 def as_offload(policy: OffloadPolicy | StockOffloadPolicy) -> OffloadPolicy:
     """Accepts stock's offload policies beside our own."""
     if isinstance(policy, OffloadPolicy):
@@ -202,7 +246,8 @@ def as_offload(policy: OffloadPolicy | StockOffloadPolicy) -> OffloadPolicy:
     if isinstance(policy, StockOffloadPolicy):
         return OffloadPolicy()
     raise TypeError(
-        f"offload_policy must be an OffloadPolicy, got {policy!r}; pass CPUOffloadPolicy() to offload, or leave it out"
+        f"offload_policy must be an OffloadPolicy, or a mapping from names of parameters to such, got {policy!r}; pass "
+        "CPUOffloadPolicy() to offload, or leave it out"
     )
 
 

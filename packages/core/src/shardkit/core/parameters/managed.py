@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from shardkit.core.mesh import DataParallelMesh
 from shardkit.core.parameters.adapters import Holder, SubclassGather
@@ -26,7 +26,6 @@ __all__ = [
     "ManagedParameter",
     "added_parameters",
     "check_annotations",
-    "check_subclasses",
     "manage",
     "mesh_of_parameter",
     "modules_of_argument",
@@ -43,16 +42,11 @@ _IGNORED = "_shardkit_ignored"  # set on a module: names of its parameters that 
 
 @dataclass
 class ManagedParameter:
-    """One parameter that a call manages, and every slot among the managed modules that holds it (ties)."""
+    """One parameter that a call manages, and the places among the managed modules that hold it (several: ties)."""
 
     parameter: nn.Parameter
     fqn: str
-    slots: list[Slot]
-
-    @property
-    def holders(self) -> list[Holder]:
-        """The modules of these slots, with the names of their attributes."""
-        return [(module, slot.name) for slot in self.slots if (module := slot.module()) is not None]
+    holders: list[Holder]
 
 
 @dataclass
@@ -123,17 +117,17 @@ def manage(roots: Sequence[nn.Module], ignored: set[nn.Parameter]) -> Managed:
                 module.__dict__[_IGNORED] = module.__dict__.get(_IGNORED, frozenset()) | {attribute}
             if parameter is None or parameter in ignored:
                 continue
-            slot, fqn = Slot.of(module, attribute), f"{name}.{attribute}" if name else attribute
+            fqn = f"{name}.{attribute}" if name else attribute
             elsewhere = sharded_counterpart(parameter)
             if elsewhere is not None:
                 if id(elsewhere) not in ties:
                     managed.ties.append((elsewhere, ties.setdefault(id(elsewhere), [])))
-                ties[id(elsewhere)].append(slot)
+                ties[id(elsewhere)].append(Slot.of(module, attribute))
                 continue
             if id(parameter) not in by_id:
                 by_id[id(parameter)] = ManagedParameter(parameter, fqn, [])
                 managed.parameters.append(by_id[id(parameter)])
-            by_id[id(parameter)].slots.append(slot)
+            by_id[id(parameter)].holders.append((module, attribute))
         for buffer in module._buffers.values():
             if buffer is not None and id(buffer) not in seen_buffers:
                 seen_buffers.add(id(buffer))
@@ -221,17 +215,6 @@ def _parameters_in(value: Any) -> list[nn.Parameter]:
     return [one for one in value if isinstance(one, nn.Parameter)]
 
 
-def check_subclasses(managed: Managed) -> None:
-    """Raises for a tensor subclass with half of the all-gather hooks.
-
-    Raises:
-        TypeError: with the FQN and the missing hook.
-    """
-    for one in managed.parameters:
-        tensor = one.parameter.detach()
-        SubclassGather.wanted_by(local_of(tensor) if isinstance(tensor, DTensor) else tensor, one.fqn)
-
-
 def move_buffers(buffers: Iterable[torch.Tensor], device: torch.device) -> None:
     """Moves buffers to the device in place; `materialize` handles those on the meta device."""
     for buffer in buffers:
@@ -240,22 +223,23 @@ def move_buffers(buffers: Iterable[torch.Tensor], device: torch.device) -> None:
 
 
 def placement_of(managed: ManagedParameter, chosen: object | None) -> Placement | None:
-    """The placement of one parameter from the result of `shard_placement_fn`; None for a 0-dim parameter.
+    """The placement of one parameter from the result of `shard_placement_fn`; None: replicated, as any 0-dim parameter.
 
     Raises:
         ValueError: for a dim that the parameter does not have, or a placement that this torch cannot run.
-        TypeError: if the result is not a `Shard`, an `Owned`, a `Blocks` or None, or a tensor subclass does not support
-            it.
+        TypeError: if the result is not a `Shard`, an `Owned`, a `Blocks`, `Replicate()` or None, or a tensor subclass
+            does not support it, or has half of the all-gather hooks.
     """
     shape = tuple(managed.parameter.shape)
-    if not shape:
-        return None
-    if hasattr(chosen, "mesh_info") and hasattr(chosen, "placement"):
-        chosen = chosen.placement
-    if chosen is None:
-        return Shard(0)
     plain = managed.parameter.detach()
     plain = local_of(plain) if isinstance(plain, DTensor) else plain
+    gathers_itself = SubclassGather.wanted_by(plain, managed.fqn)
+    if hasattr(chosen, "mesh_info") and hasattr(chosen, "placement"):
+        chosen = chosen.placement
+    if not shape or isinstance(chosen, Replicate):
+        return None
+    if chosen is None:
+        return Shard(0)
     if isinstance(chosen, Owned | Blocks):
         if not is_plain(plain):
             raise TypeError(
@@ -271,8 +255,8 @@ def placement_of(managed: ManagedParameter, chosen: object | None) -> Placement 
         return chosen
     if not isinstance(chosen, Shard):
         raise TypeError(
-            f"shard_placement_fn returned {chosen!r} for parameter '{managed.fqn}'; expected Shard(dim), Owned(), "
-            "Blocks(rows=...), Blocks(elements=...) or None"
+            f"shard_placement_fn returned {chosen!r} for parameter '{managed.fqn}'; expected Shard(dim), Replicate(), "
+            "Owned(), Blocks(rows=...), Blocks(elements=...) or None"
         )
     dim = chosen.dim + len(shape) if chosen.dim < 0 else chosen.dim
     if not 0 <= dim < len(shape):
@@ -280,7 +264,7 @@ def placement_of(managed: ManagedParameter, chosen: object | None) -> Placement 
             f"shard_placement_fn returned {chosen} for parameter '{managed.fqn}' of shape {shape}; "
             f"expected a dim between {-len(shape)} and {len(shape) - 1}"
         )
-    if dim and SubclassGather.wanted_by(plain, managed.fqn):
+    if dim and gathers_itself:
         raise TypeError(
             f"shard_placement_fn returned {chosen} for parameter '{managed.fqn}', a {type(plain).__name__} with "
             "fsdp_pre_all_gather: what it gathers is joined on dim 0. Return Shard(0) for it"
@@ -301,7 +285,8 @@ def mesh_of_parameter(managed: ManagedParameter, chosen: object | None, default:
     if info is None:
         return default
     mesh, shard = getattr(info, "mesh", None), getattr(info, "shard_mesh_dim", None)
-    if not isinstance(mesh, DeviceMesh) or not isinstance(shard, int):
+    replicated = isinstance(getattr(chosen, "placement", None), Replicate)
+    if not isinstance(mesh, DeviceMesh) or not (isinstance(shard, int) or replicated):
         raise TypeError(
             f"shard_placement_fn returned mesh_info={info!r} for parameter '{managed.fqn}'; expected one with a "
             "DeviceMesh as mesh and the index of its axis to shard over as shard_mesh_dim, such as FSDPMeshInfo"

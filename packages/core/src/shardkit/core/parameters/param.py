@@ -45,7 +45,7 @@ from shardkit.core.parameters.gradient_hooks import (
     mark_gradient,
     refuse_gradient,
 )
-from shardkit.core.parameters.placed import ScalarGradient
+from shardkit.core.parameters.placed import ReplicatedGradient
 from shardkit.core.parameters.placements import layout_for, shard_of
 from shardkit.core.parameters.slot import Slot
 from shardkit.core.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -112,7 +112,7 @@ class FSDPParam:
         fqn: its name, for messages; refined when the root module is known.
         slots: all module attributes that hold it.
         mesh: the data-parallel mesh.
-        placement: how it is cut; None for a 0-dim parameter, which is replicated.
+        placement: how it is cut; None: replicated, as every 0-dim parameter.
         form: connects the parameter to the plain tensor that is cut.
         device: device of the unsharded parameter.
     """
@@ -502,7 +502,8 @@ class FSDPParam:
             summed = like_dtensor(self.form.local(gradient), sharded)
             gradient = self.form.shard(local_of(hooked(self.fqn, summed, sharded)))
         if existing is None:
-            made = like_dtensor(self.form.local(gradient), sharded, None if gradient.ndim else ScalarGradient)
+            kind = ReplicatedGradient if self.placement is None else None
+            made = like_dtensor(self.form.local(gradient), sharded, kind)
             mark_gradient(made)
             sharded.grad = made
         elif not lies_like(existing, sharded):

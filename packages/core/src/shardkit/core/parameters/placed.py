@@ -24,7 +24,7 @@ from shardkit.core.parameters.placements import is_ours
 from shardkit.core.parameters.region import region_at, region_of
 from shardkit.core.torch_compat import like_dtensor, local_of, new_dtensor
 
-__all__ = ["PlacedTensor", "ScalarGradient"]
+__all__ = ["PlacedTensor", "ReplicatedGradient"]
 
 # Operators that keep each element in its place but lack a tag for it.
 _IN_PLACE = frozenset(
@@ -318,8 +318,8 @@ def _norm(
     return new_dtensor(total.to(part.dtype), tensor.device_mesh, replicated, torch.Size(()))
 
 
-class ScalarGradient(DTensor):
-    """The gradient of a 0-dim parameter, replicated.
+class ReplicatedGradient(DTensor):
+    """The gradient of a replicated parameter beside sharded ones.
 
     A GradScaler takes the placements of the first gradient of a list for those of all, so behind a replicated one it
     would overlook that another gradient is not finite on another rank.
@@ -352,4 +352,4 @@ def _unscale(func: Any, gradients: Sequence[torch.Tensor], found: torch.Tensor, 
 
 
 # For torch.load(weights_only=True), as torch's DTensor.
-torch.serialization.add_safe_globals([PlacedTensor, ScalarGradient])
+torch.serialization.add_safe_globals([PlacedTensor, ReplicatedGradient])
