@@ -149,16 +149,16 @@ def fake_source(directory: Path, module: str, text: str) -> Source:
 
 
 def test_an_upward_import_is_found(tmp_path: Path):
-    low = fake_source(tmp_path, "parameters.param", "def f():\n    from shardkit.core.engine.state import FSDPState\n")
-    high = fake_source(tmp_path, "engine.state", "from shardkit.core.parameters.param import f\n")
-    assert upward_imports([low, high]) == [f"{low}:2: imports shardkit.core.engine.state, which lies above it"]
+    low = fake_source(tmp_path, "parameters.param", "def f():\n    from shardkit.core.engine.step import FSDPState\n")
+    high = fake_source(tmp_path, "engine.step", "from shardkit.core.parameters.param import f\n")
+    assert upward_imports([low, high]) == [f"{low}:2: imports shardkit.core.engine.step, which lies above it"]
 
 
 def test_a_cycle_is_found_also_if_it_is_for_types_only(tmp_path: Path):
-    first = fake_source(tmp_path, "engine.state", "import shardkit.core.engine.schedule\n")
-    second = fake_source(tmp_path, "engine.schedule", "from shardkit.core.engine import state\n")
-    assert set(find_cycle([first, second])) == {"shardkit.core.engine.state", "shardkit.core.engine.schedule"}
-    second.path.write_text("if TYPE_CHECKING:\n    from shardkit.core.engine import state\n")
+    first = fake_source(tmp_path, "engine.step", "import shardkit.core.engine.schedule\n")
+    second = fake_source(tmp_path, "engine.schedule", "from shardkit.core.engine import step\n")
+    assert set(find_cycle([first, second])) == {"shardkit.core.engine.step", "shardkit.core.engine.schedule"}
+    second.path.write_text("if TYPE_CHECKING:\n    from shardkit.core.engine import step\n")
     assert len(find_cycle([first, Source(second.path, second.module)])) == 3
 
 

@@ -16,14 +16,13 @@ from torch import Tensor, nn
 
 import shardkit.core
 from shardkit.core import fully_shard
-from shardkit.core.engine.param_group import FSDPParamGroup
+from shardkit.core.engine.group import FSDPParamGroup
 from tests.packaging.test_layers import LAYERS
 from tests.support import run_ranks
 
 ROOT = Path(shardkit.core.__file__).parent
-# Profiler ranges, storage that comes and goes, places in modules, the form of a plain parameter.
+# Storage that comes and goes, places in modules, the form of a plain parameter.
 LEAVES = {
-    "engine/ranges",
     "runtime/storage",
     "parameters/registration",
     "parameters/adapters",
@@ -94,8 +93,8 @@ def _follow(rank: int, world_size: int) -> tuple[set[str], ...]:
 
 def test_each_walk_of_a_group_leads_through_few_files():
     ((gather, reduction, reshard),) = run_ranks(1, _follow, isolated=True)
-    assert {"engine/param_group", "parameters/param", "runtime/collective", "runtime/lanes"} <= gather & reduction
+    assert {"engine/group", "parameters/param", "runtime/collective", "runtime/lanes"} <= gather & reduction
     assert len(gather) <= 8, sorted(gather)
     assert len(reduction) <= 8, sorted(reduction)
-    assert {"engine/param_group", "engine/room"} <= reshard
+    assert {"engine/group", "engine/room"} <= reshard
     assert len(reshard) <= 8, sorted(reshard)

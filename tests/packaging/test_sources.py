@@ -157,7 +157,7 @@ def test_license_travels_with_the_package(package):
     ],
 )
 def test_stock_fsdp_is_found(text: str, tmp_path: Path):
-    assert stock_fsdp_uses(fake_source(tmp_path, "shardkit.core.engine.state", text))
+    assert stock_fsdp_uses(fake_source(tmp_path, "shardkit.core.engine.step", text))
 
 
 @pytest.mark.parametrize(("name", "forbidden"), [("FSDPModule", False), ("FullyShardedDataParallel", True)])
@@ -175,7 +175,7 @@ def test_torch_compat_may_recognise_only(name: str, forbidden: bool, tmp_path: P
     ],
 )
 def test_private_names_are_found(text: str, tmp_path: Path):
-    assert private_torch_uses(fake_source(tmp_path, "shardkit.core.engine.state", text))
+    assert private_torch_uses(fake_source(tmp_path, "shardkit.core.engine.step", text))
 
 
 @pytest.mark.parametrize(
@@ -189,4 +189,4 @@ def test_private_names_are_found(text: str, tmp_path: Path):
     ],
 )
 def test_a_question_for_the_class_of_a_transport_is_found(text: str, tmp_path: Path):
-    assert len(class_questions(fake_source(tmp_path, "shardkit.core.engine.state", text), transport_classes())) == 1
+    assert len(class_questions(fake_source(tmp_path, "shardkit.core.engine.step", text), transport_classes())) == 1

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from shardkit.core.engine.group_gather import GroupGather
+from shardkit.core.engine.gather import GroupGather
 from tests.simulation.model import BlockSpec
 from tests.simulation.scenarios import rates
 from tests.simulation.timeline import Timeline, holds_gathered

@@ -78,7 +78,7 @@ def test_the_line_that_is_shown_is_the_users() -> None:
     stack = (
         "/home/me/train.py:7 in step",
         "/x/site-packages/torch/nn.py:1 in call",
-        "/y/shardkit/core/engine/state.py:2 in f",
+        "/y/shardkit/core/engine/step.py:2 in f",
     )
     assert "at /home/me/train.py:7 in step" in verdict({0: said(0, wait(), HERE, stack=stack)}, {})
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardkit.core import MixedPrecisionPolicy, events, fully_shard
-from shardkit.core.engine.state import state_of
+from shardkit.core.engine.step import state_of
 from tests.core.engine.single_process import Twins, assert_close, batch
 from tests.support import rank_mesh, run_ranks
 from tests.support.models import Block

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from shardkit.core import MixedPrecisionPolicy, events, fully_shard
-from shardkit.core.engine.param_group import Residence
-from shardkit.core.engine.state import state_of
+from shardkit.core.engine.group import Residence
+from shardkit.core.engine.step import state_of
 from tests.support import run_ranks
 
 BLOCKS = 6

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardkit.core import MixedPrecisionPolicy, events, fully_shard, share_comm_ctx
-from shardkit.core.engine.param_group import FSDPParamGroup
-from shardkit.core.engine.state import state_of
+from shardkit.core.engine.group import FSDPParamGroup
+from shardkit.core.engine.step import state_of
 from tests.core.engine.single_process import batch
 from tests.core.engine.test_lifecycle import Routes
 from tests.support import networked_mesh, rank_mesh, run_ranks

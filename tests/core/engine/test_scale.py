@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardkit.core
 from shardkit.core import CompressionPolicy, MixedPrecisionPolicy, fully_shard
-from shardkit.core.engine import group_gather, order, param_group, room, state, timetable
+from shardkit.core.engine import gather, group, order, room, step, timetable
 from shardkit.core.parameters import param, registration, slot
 from shardkit.core.runtime import plan as plan_module
 from shardkit.core.runtime.collective import C10dTransport
@@ -326,7 +326,7 @@ def _loads_do_not_grow(rank: int, world_size: int, assign: bool, tied: bool) -> 
     torch's own work is not counted: it filters the whole state dict for each module.
     """
     _as_rank_0_of(2)
-    ours = (state, param_group, group_gather, registration, slot, param)
+    ours = (step, group, gather, registration, slot, param)
     each = []
     for modules in (20, 200):
         model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(modules)))
@@ -476,7 +476,7 @@ class Moved(TorchDispatchMode):
 
 
 def _compares(rank: int, world_size: int, layers: int, models: str) -> int:
-    from shardkit.core.engine.lazy_init import initialise_root
+    from shardkit.core.engine.root import initialise_root
 
     model: Any = nn.Sequential(*(nn.Linear(3, 3, bias=False) for _ in range(layers)))
     differ = models == "different"

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardkit.core import fully_shard
-from shardkit.core.engine.state import state_of
+from shardkit.core.engine.step import state_of
 from tests.core.engine.single_process import Twins, batch
 from tests.support import run_ranks
 from tests.support.meshes import rank_mesh

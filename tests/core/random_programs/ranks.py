@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import shardkit.core as ours
 from shardkit.core import events
-from shardkit.core.engine.state import state_of
+from shardkit.core.engine.step import state_of
 from shardkit.core.runtime.shared.meeting import neighbours_of
 from tests.core.random_programs.blocks import DTYPES, Trap, WholeModel, add_hooks, build, toggle
 from tests.core.random_programs.program import Program, Wrap, is_below, normal

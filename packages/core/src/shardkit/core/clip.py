@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from shardkit.core.engine.param_group import FSDPParamGroup
+from shardkit.core.engine.group import FSDPParamGroup
 from shardkit.core.mesh import device_of
 from shardkit.core.parameters.param import sharded_counterpart
 from shardkit.core.torch_compat import foreach_norm, foreach_scale_, local_of

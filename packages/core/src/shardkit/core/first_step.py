@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardkit.core import events
-from shardkit.core.engine.state import state_of
+from shardkit.core.engine.step import state_of
 from shardkit.core.version import __version__
 
 __all__ = ["RECORDS", "announce_first_step", "engine_ran"]

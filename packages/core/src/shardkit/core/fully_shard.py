@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
-from shardkit.core.engine.param_group import FSDPParamGroup
-from shardkit.core.engine.state import FSDPState, state_of
+from shardkit.core.engine.group import FSDPParamGroup
+from shardkit.core.engine.step import FSDPState, state_of
 from shardkit.core.mesh import (
     DataParallelMesh,
     PostForwardMesh,

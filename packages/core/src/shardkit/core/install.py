@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from shardkit.autoinstall import NAMES_GROUP, NEEDS_FSDP1
-from shardkit.core.engine.state import state_of
+from shardkit.core.engine.step import state_of
 from shardkit.core.first_step import announce_first_step
 from shardkit.core.fully_shard import fully_shard
 from shardkit.core.module import register_fsdp_forward_method, share_comm_ctx

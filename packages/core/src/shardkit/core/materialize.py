@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardkit.core.engine.state import state_of
+from shardkit.core.engine.step import state_of
 from shardkit.core.initialisation import InitialisationWatch
 from shardkit.core.parameters.adapters import user_attributes
 from shardkit.core.parameters.region import region_of

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import nn
 from typing_extensions import deprecated
 
-from shardkit.core.engine.param_group import FSDPParamGroup
+from shardkit.core.engine.group import FSDPParamGroup
 from shardkit.core.engine.schedule import Finalization, Schedule
-from shardkit.core.engine.state import FSDPState, state_of
+from shardkit.core.engine.step import FSDPState, state_of
 from shardkit.core.engine.timetable import Prefetch
 from shardkit.core.parameters.adapters import user_attributes
 from shardkit.core.parameters.param import FSDPParam

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from shardkit.core.engine.lazy_init import live_roots
-from shardkit.core.engine.param_group import FSDPParamGroup
+from shardkit.core.engine.group import FSDPParamGroup
+from shardkit.core.engine.root import live_roots
 from shardkit.core.optimizer_steps.block_steps import steps_by_block
 from shardkit.core.optimizer_steps.plain_steps import PlainSteps, plain_steps_of
 from shardkit.core.optimizer_steps.supported import ELEMENTWISE, plain_parameters, steps_by_element

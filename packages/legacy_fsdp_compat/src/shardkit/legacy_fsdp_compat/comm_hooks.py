@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from shardkit.core import ReduceScatter
-from shardkit.core.engine.param_group import FSDPParamGroup
+from shardkit.core.engine.group import FSDPParamGroup
 
 __all__ = ["install_hook"]
 

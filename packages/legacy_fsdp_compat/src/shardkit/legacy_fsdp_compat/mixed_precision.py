@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardkit.core import MixedPrecisionPolicy
-from shardkit.core.engine.state import FSDPState
+from shardkit.core.engine.step import FSDPState
 from shardkit.core.tensors import cast_floating
 from shardkit.core.torch_compat import like_dtensor, local_of
 from shardkit.legacy_fsdp_compat.api import MixedPrecision

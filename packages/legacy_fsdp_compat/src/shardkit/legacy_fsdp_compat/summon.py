@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from shardkit.core.engine.state import FSDPState
+from shardkit.core.engine.step import FSDPState
 from shardkit.core.torch_compat import in_backward, like_dtensor, local_of
 from shardkit.legacy_fsdp_compat.units import Unit, UnitParameter
 

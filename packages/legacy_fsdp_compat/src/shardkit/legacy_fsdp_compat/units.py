@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Placement
 
+from shardkit.core.engine.group import FSDPParamGroup
 from shardkit.core.engine.order_check import agree
-from shardkit.core.engine.param_group import FSDPParamGroup
 from shardkit.core.parameters.param import FSDPParam, sharded_counterpart
 from shardkit.core.parameters.region import region_of
 from shardkit.core.torch_compat import like_dtensor, local_of, new_dtensor

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from shardkit.core.engine.param_group import FSDPParamGroup
+from shardkit.core.engine.group import FSDPParamGroup
 from shardkit.core.engine.timetable import Timetable
 from shardkit.core.torch_compat import current_backward, runs_in_this_backward
 
@@ -34,7 +34,7 @@ _LONGEST = 10_000
 
 
 class ScheduledState(Protocol):
-    """A state, one for each `fully_shard` call, as an item of an order (`state.py` documents its methods)."""
+    """A state, one for each `fully_shard` call, as an item of an order (`step.py` documents its methods)."""
 
     modules: tuple[weakref.ReferenceType[nn.Module], ...]
     groups: list[FSDPParamGroup]

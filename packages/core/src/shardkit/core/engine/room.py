@@ -35,7 +35,7 @@ __all__ = ["Room"]
 
 
 class _Group(Protocol):
-    """A parameter group as the owner of its memory; `param_group.py` documents what it has.
+    """A parameter group as the owner of its memory; `group.py` documents what it has.
 
     Attributes:
         taken: what it takes of the room: 1 or 0, or bytes.

@@ -27,8 +27,8 @@ import torch
 
 from shardkit.core import events
 from shardkit.core.engine.context import CommContext
+from shardkit.core.engine.group import FSDPParamGroup
 from shardkit.core.engine.order import Order, Pass, ScheduledState
-from shardkit.core.engine.param_group import FSDPParamGroup
 from shardkit.core.engine.room import Room
 from shardkit.core.engine.timetable import Prefetch, Timetable
 from shardkit.core.torch_compat import (

@@ -1,14 +1,19 @@
-"""Settings of a parameter group made with FSDPModule's `set_*` methods, as an immutable value."""
+"""A user's settings for a parameter group, as immutable values; among them, how its bytes are sent."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-__all__ = ["GroupSettings"]
+from shardkit.core.policies import AllGather, CompressionPolicy, ReduceScatter
+from shardkit.core.runtime.choice import Transports, choose_transports
+from shardkit.core.runtime.memory import require_memory
+
+__all__ = ["Communication", "GroupSettings"]
 
 
 @dataclass(frozen=True)
@@ -40,3 +45,76 @@ class GroupSettings:
     native_all_reduce: bool = True
     all_reduce_hook: Callable[[torch.Tensor], None] | None = None
     all_reduce_hook_stream: Any = None
+
+
+@dataclass(frozen=True)
+class Communication:
+    """Overrides of the transports that are chosen for the process groups. Labels are for messages.
+
+    Attributes:
+        compression: how parameters and gradients are rounded when sent, None for full precision.
+        all_gather: custom communication, with its own buffers; None for ours.
+        reduce_scatter: likewise.
+        reduce_group: process group for reductions, with the ranks of the shard group. None: the shard group itself.
+        registered: whether communicated memory is registered with the process group (runtime/memory.py).
+    """
+
+    compression: CompressionPolicy | None = None
+    all_gather: AllGather | None = None
+    reduce_scatter: ReduceScatter | None = None
+    reduce_group: dist.ProcessGroup | None = None
+    registered: bool = False
+
+    def gathering_through(self, comm: AllGather, label: str) -> Communication:
+        """Sends gathers through `comm` and its buffers."""
+        self._refuse_compression(type(comm).__name__, label)
+        return replace(self, all_gather=comm)
+
+    def reducing_through(self, comm: ReduceScatter, label: str) -> Communication:
+        """Sends reduce-scatters through `comm` and its buffers."""
+        self._refuse_compression(type(comm).__name__, label)
+        return replace(self, reduce_scatter=comm)
+
+    def reducing_on(self, group: dist.ProcessGroup | None) -> Communication:
+        """Runs reductions on `group`; None: on the shard group."""
+        return replace(self, reduce_group=group)
+
+    def in_registered_memory(
+        self, enable: bool, group: dist.ProcessGroup, device: torch.device, label: str
+    ) -> Communication:
+        """Sets whether memory that the shard group `group` communicates is registered with it.
+
+        Raises:
+            ValueError: if custom communication is set, or the process group has no allocator.
+        """
+        for comm in (self.all_gather, self.reduce_scatter):
+            if comm is not None:
+                raise ValueError(
+                    f"group '{label}' has custom communication ({type(comm).__name__}), which brings its own buffers; "
+                    "use either of the two"
+                )
+        if enable:
+            self._refuse_compression("memory of the process group", label)
+            if group.size() > 1:
+                require_memory(group, device, label)
+        return replace(self, registered=enable)
+
+    def _refuse_compression(self, name: str, label: str) -> None:
+        if self.compression is not None:
+            raise ValueError(
+                f"group '{label}' has a {self.compression}, which makes rows of bytes of its own and cannot go "
+                f"through {name}; shard it without compression_policy"
+            )
+
+    def transports(self, group: dist.ProcessGroup | None, device: torch.device, label: str) -> Transports:
+        """The transports over the shard group `group` (collective over it the first time: its ranks meet)."""
+        return choose_transports(
+            group,
+            self.reduce_group,
+            device,
+            self.all_gather,
+            self.reduce_scatter,
+            self.compression,
+            self.registered,
+            label,
+        )

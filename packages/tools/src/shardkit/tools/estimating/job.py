@@ -26,7 +26,7 @@ from shardkit.core import (
     fully_shard,
     placements_for,
 )
-from shardkit.core.engine.state import state_of
+from shardkit.core.engine.step import state_of
 from shardkit.core.engine.timetable import DEFAULT_PREFETCH_DEPTH
 from shardkit.core.tensors import map_tensors, tensors_in, tensors_with_grad
 from shardkit.core.users_code import users_code

@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 
 from shardkit.core import events
-from shardkit.core.engine.state import state_of
+from shardkit.core.engine.step import state_of
 from shardkit.core.tensors import tensors_in, tensors_with_grad
 from shardkit.core.torch_compat import TorchDispatchMode, in_backward, local_of
 from shardkit.tools.estimating.job import EstimateError

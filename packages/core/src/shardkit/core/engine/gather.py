@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 
 from shardkit.core import events
-from shardkit.core.engine.communication import Communication
 from shardkit.core.engine.context import CommContext
 from shardkit.core.engine.order_check import agree
+from shardkit.core.engine.settings import Communication
 from shardkit.core.mesh import DataParallelMesh, PostForwardMesh
 from shardkit.core.parameters.param import FSDPParam
 from shardkit.core.policies import CompressionPolicy

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from shardkit.core import events
+from shardkit.core.engine.group import FSDPParamGroup
 from shardkit.core.engine.order_check import OrderCheck, agree, order_check_wanted
-from shardkit.core.engine.param_group import FSDPParamGroup
 from shardkit.core.engine.schedule import RootedState
 from shardkit.core.parameters.managed import STATE
 from shardkit.core.parameters.placements import is_ours

@@ -23,11 +23,10 @@ from torch.distributed.tensor import DTensor
 
 from shardkit.core import events
 from shardkit.core.engine.context import CommContext
-from shardkit.core.engine.forward_errors import add_module
+from shardkit.core.engine.group import FSDPParamGroup, Phase
 from shardkit.core.engine.handed import HandedContainers
-from shardkit.core.engine.lazy_init import initialise_root
 from shardkit.core.engine.order import Pass
-from shardkit.core.engine.param_group import FSDPParamGroup, Phase
+from shardkit.core.engine.root import initialise_root
 from shardkit.core.engine.schedule import Schedule
 from shardkit.core.engine.transforms import watch_each, watch_together
 from shardkit.core.optimizer_steps.plain_steps import restore_interrupted_steps
@@ -238,7 +237,7 @@ class FSDPState:
             raised = sys.exc_info()[1]
             failed = id(raised) != self._handled
             if failed and raised is not None:
-                add_module(raised, self.fqn)
+                _add_module(raised, self.fqn)
             if failed and not self.schedule.in_backward:
                 self._abandon_forward()
             else:  # a recomputation stops by an error where it has made the last tensor that backward needs
@@ -576,6 +575,28 @@ class FSDPState:
         """
         for group in self.groups_below:
             group.sweep(loading=True)
+
+
+def _add_module(error: BaseException, fqn: str) -> None:
+    """Adds a note to errors of torch that do not say which module of a sharded model they come from.
+
+    Args:
+        error: raised by the forward of a state.
+        fqn: name of the state's module.
+    """
+    if not isinstance(error, RuntimeError) or hasattr(error, "__notes__"):  # an inner module has added it
+        return
+    if "modified inplace. This view was created inside a custom Function" in str(error):
+        error.add_note(
+            f"'{fqn}' changes one of its inputs in place, or a view of one. fully_shard follows the gradients "
+            "of these inputs: clone the input first"
+        )
+    elif "got mixed torch.Tensor and DTensor" in str(error):
+        error.add_note(
+            f"'{fqn}' computes with a sharded parameter. Parameters of another fully_shard call are there "
+            "while a module of that call runs: compute with them in its forward, give both modules to one call "
+            "(fully_shard([a, b])), or unshard() the other module first"
+        )
 
 
 def _on_this_rank(tensor: torch.Tensor) -> torch.Tensor:
