@@ -25,6 +25,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from tests.packaging.workspace import ROOT, packages
+
 _FENCE = re.compile(
     r"^(?P<indent> *)```(?P<language>\S*)[^\n]*\n(?P<code>.*?)^(?P=indent)```$", re.MULTILINE | re.DOTALL
 )
@@ -182,3 +184,7 @@ def run(
     )
     done.stdout = done.stdout.replace(f"{directory}{os.sep}", "")
     return done
+
+
+READMES = [ROOT / "README.md", *(package.readme for package in packages())]
+PAGES = [*READMES, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]

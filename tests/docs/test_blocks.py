@@ -5,12 +5,9 @@ from pathlib import Path
 import pytest
 from _pytest.mark.structures import ParameterSet
 
-from tests.docs.blocks import Block, blocks, run, unseen
+from tests.docs.blocks import PAGES, READMES, Block, blocks, run, unseen
 from tests.gpu.publish import BEGIN, END
-from tests.packaging.workspace import ROOT, packages
-
-READMES = [ROOT / "README.md", *(package.readme for package in packages())]
-PAGES = [*READMES, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+from tests.packaging.workspace import ROOT
 
 # How-to pages that take some seconds.
 QUICK = ("estimate", "hang", "mixed-precision", "offload", "plan", "profile", "trainers")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.test_blocks import PAGES as ALL
+from tests.docs.blocks import PAGES as ALL
 from tests.packaging.workspace import ROOT
 
 sys.path.insert(0, str(ROOT / "website"))

@@ -7,6 +7,7 @@ writes the tables into docs/reference/legacy_fsdp.md.
 
 import contextlib
 import functools
+import inspect
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp as stock
 from torch import Tensor, nn
 from torch.distributed.algorithms._comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
@@ -1059,3 +1061,11 @@ def generated(document: str) -> str:
 
 if __name__ == "__main__":
     DOCUMENT.write_text(generated(DOCUMENT.read_text()))
+
+
+def arguments_of(function: object) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
+def methods() -> dict[str, object]:
+    return {name: value for name, value in vars(stock.FullyShardedDataParallel).items() if not name.startswith("_")}

@@ -1,7 +1,9 @@
 """The same FSDP1 script on stock and on ours: how to build, wrap, train and look at a model with either."""
 
+import io
 import warnings
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 
 import shardkit.legacy_fsdp_compat as our_fsdp
 import shardkit.legacy_fsdp_compat.wrap as our_wrap
+from shardkit.core.checkpoint.torch_files import storages_in
 
 STOCK, OURS = "stock", "ours"
 CPU = torch.device("cpu")
@@ -143,3 +146,26 @@ def assert_same_tensors(expected: dict[str, Any], seen: dict[str, Any], **tolera
     assert list(expected) == list(seen)
     for name, value in expected.items():
         torch.testing.assert_close(seen[name], value, msg=lambda text, name=name: f"{name}: {text}", **tolerance)
+
+
+def records(path: Path) -> dict[str, bytes]:
+    """Every storage in a file of torch.save, by its number."""
+    data = path.read_bytes()
+    places = storages_in(io.BytesIO(data), 0, len(data), str(path))
+    return {key: data[start : start + length] for key, (start, length) in places.items()}
+
+
+def local_moments(names: Any, model: Any, optimizer: Any) -> dict[str, dict[str, Tensor]]:
+    """Whole optimizer state put together from the ranks' rows, as stock's own gathering is wrong."""
+    with names.FSDP.state_dict_type(model, names.StateDictType.SHARDED_STATE_DICT):
+        state = names.FSDP.optim_state_dict(model, optimizer)["state"]
+    whole: dict[str, dict[str, Tensor]] = {}
+    for fqn, values in state.items():
+        for name, value in values.items():
+            if not hasattr(value, "local_shards"):
+                whole.setdefault(fqn, {})[name] = value
+                continue
+            rows: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(rows, [shard.tensor for shard in value.local_shards()])
+            whole.setdefault(fqn, {})[name] = torch.cat([row for found in rows for row in found])
+    return whole

@@ -8,9 +8,17 @@ import pytest
 import torch
 import torch.distributed.fsdp as stock
 
-from tests.legacy_fsdp_compat.behaviour import ARGUMENTS, CASES, DOCUMENT, METHODS, Engine, generated
+from tests.legacy_fsdp_compat.behaviour import (
+    ARGUMENTS,
+    CASES,
+    DOCUMENT,
+    METHODS,
+    Engine,
+    arguments_of,
+    generated,
+    methods,
+)
 from tests.legacy_fsdp_compat.both import OURS, STOCK
-from tests.legacy_fsdp_compat.test_names import arguments_of, methods
 from tests.support import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")

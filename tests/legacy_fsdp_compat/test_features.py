@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from shardkit.core import fully_shard
-from tests.core.api.test_scalers import Layers, finds_an_overflow
+from tests.core.api.overflow import Layers, finds_an_overflow
 from tests.legacy_fsdp_compat.both import (
     CPU,
     OURS,

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp as stock_fsdp
 from torch import Tensor
@@ -30,7 +29,18 @@ from shardkit.legacy_fsdp_compat.migrate import (
 from shardkit.legacy_fsdp_compat.migrate.command import main
 from shardkit.legacy_fsdp_compat.migrate.conversion import FORMATS, LOCAL, SHARDED
 from shardkit.legacy_fsdp_compat.migrate.rank_files import StoredShards, leaves_of_file
-from tests.legacy_fsdp_compat.both import OPTIMIZERS, OURS, STOCK, Setting, api, build, train, whole_state, wrap
+from tests.legacy_fsdp_compat.both import (
+    OPTIMIZERS,
+    OURS,
+    STOCK,
+    Setting,
+    api,
+    build,
+    local_moments,
+    train,
+    whole_state,
+    wrap,
+)
 from tests.support import rank_mesh, run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -72,22 +82,6 @@ def write(rank: int, world_size: int, engine: str, setting: Setting, directory: 
         elif rank == 0:
             torch.save(state, directory / kind / "checkpoint.pt")
     return whole_state(engine, model), local_moments(names, model, optimizer)
-
-
-def local_moments(names: Any, model: Any, optimizer: Any) -> dict[str, dict[str, Tensor]]:
-    """Whole optimizer state put together from the ranks' rows, as stock's own gathering is wrong."""
-    with names.FSDP.state_dict_type(model, names.StateDictType.SHARDED_STATE_DICT):
-        state = names.FSDP.optim_state_dict(model, optimizer)["state"]
-    whole: dict[str, dict[str, Tensor]] = {}
-    for fqn, values in state.items():
-        for name, value in values.items():
-            if not hasattr(value, "local_shards"):
-                whole.setdefault(fqn, {})[name] = value
-                continue
-            rows: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(rows, [shard.tensor for shard in value.local_shards()])
-            whole.setdefault(fqn, {})[name] = torch.cat([row for found in rows for row in found])
-    return whole
 
 
 @pytest.fixture(scope="module")

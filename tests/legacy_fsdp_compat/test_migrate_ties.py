@@ -18,8 +18,7 @@ from shardkit.legacy_fsdp_compat.migrate import (
     wrapping_of_model,
 )
 from shardkit.legacy_fsdp_compat.migrate.command import main
-from tests.legacy_fsdp_compat.both import CPU, OURS, STOCK, api, whole_state
-from tests.legacy_fsdp_compat.test_migrate_to_local import records
+from tests.legacy_fsdp_compat.both import CPU, OURS, STOCK, api, records, whole_state
 from tests.support import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -24,8 +24,18 @@ from shardkit.legacy_fsdp_compat.migrate import (
 from shardkit.legacy_fsdp_compat.migrate.command import main
 from shardkit.legacy_fsdp_compat.migrate.rank_files import StoredShards, leaves_of_file
 from tests.legacy_fsdp_compat import both
-from tests.legacy_fsdp_compat.both import CPU, OPTIMIZERS, OURS, STOCK, Block, api, train, whole_state
-from tests.legacy_fsdp_compat.test_migrate import local_moments
+from tests.legacy_fsdp_compat.both import (
+    CPU,
+    OPTIMIZERS,
+    OURS,
+    STOCK,
+    Block,
+    api,
+    local_moments,
+    records,
+    train,
+    whole_state,
+)
 from tests.support import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -85,13 +95,6 @@ def write(rank: int, world_size: int, kind: str, use_orig_params: bool, mixed: b
     if rank == 0:
         torch.save(build(kind, 0).state_dict(), directory / "shapes.pt")
     return train(model, optimizer, rank, range(2, 4)), weights, moments
-
-
-def records(path: Path) -> dict[str, bytes]:
-    """Every storage in a file of torch.save, by its number."""
-    data = path.read_bytes()
-    places = storages_in(io.BytesIO(data), 0, len(data), str(path))
-    return {key: data[start : start + length] for key, (start, length) in places.items()}
 
 
 def same_files(rank: int, world_size: int, first: Path, second: Path) -> None:

@@ -17,7 +17,7 @@ from shardkit.legacy_fsdp_compat.migrate import CheckpointError, convert, open_c
 from shardkit.legacy_fsdp_compat.migrate.rank_files import Box, from_boxes
 from shardkit.tp_adapter.extensions import DTensorExtensions
 from tests.legacy_fsdp_compat.both import CPU, OURS, STOCK, api
-from tests.legacy_fsdp_compat.test_tensor_parallel import Pair, adam, batch
+from tests.legacy_fsdp_compat.tensor_parallel import Pair, adam, batch
 from tests.support import run_ranks
 from tests.support.meshes import rank_mesh
 

@@ -12,6 +12,7 @@ import torch.distributed.fsdp.wrap as stock_wrap
 
 import shardkit.legacy_fsdp_compat as ours
 import shardkit.legacy_fsdp_compat.wrap as our_wrap
+from tests.legacy_fsdp_compat.behaviour import arguments_of, methods
 from tests.packaging.workspace import ROOT
 
 FSDP2 = {
@@ -34,14 +35,6 @@ def table(heading: str) -> dict[str, str]:
     text = (ROOT / "docs" / "reference" / "legacy_fsdp.md").read_text()
     section = text.split(f"## {heading}\n")[1].split("\n## ")[0]
     return dict(re.findall(r"^\| `(\w+)` \| (\w+) \|", section, re.MULTILINE))
-
-
-def arguments_of(function: object) -> list[str]:
-    return list(inspect.signature(function).parameters)
-
-
-def methods() -> dict[str, object]:
-    return {name: value for name, value in vars(stock.FullyShardedDataParallel).items() if not name.startswith("_")}
 
 
 def test_arguments():

@@ -9,23 +9,13 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.legacy_fsdp_compat.both import CPU, OURS, api, assert_same_tensors
+from tests.legacy_fsdp_compat.tensor_parallel import Pair, adam, batch
 from tests.support import run_ranks
 from tests.support.meshes import rank_mesh
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
-
-
-class Pair(nn.Module):
-    """Parameters that both parallelisms cut on dim 0, that they cut on dims 1 and 0, and that only FSDP cuts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down, self.norm = nn.Linear(4, 8), nn.Linear(8, 4), nn.LayerNorm(4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(x + self.down(torch.tanh(self.up(x))))
 
 
 def build(seed: int) -> nn.Module:
@@ -39,14 +29,6 @@ def wrapped(seed: int) -> Any:
         parallelize_module(pair, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     policy = names.ModuleWrapPolicy({Pair})
     return names.FSDP(model, device_mesh=mesh["dp"], auto_wrap_policy=policy, use_orig_params=True, device_id=CPU)
-
-
-def batch(place: int, step: int) -> torch.Tensor:
-    return torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * step + place))
-
-
-def adam(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.Adam(model.parameters(), lr=0.01, eps=1e-3)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, places: list[int], steps: range) -> None:

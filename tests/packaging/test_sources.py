@@ -131,6 +131,14 @@ def test_functions_are_short():
     assert not found, f"at most {MAX_FUNCTION_LINES}: {found}"
 
 
+def test_nothing_imports_from_a_test():
+    """Code that tests share lies in a module beside them, so that a test can be read, moved and deleted by itself."""
+    files = [path for folder in ("tests", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
+    sources = [Source(path, ".".join(path.relative_to(ROOT).with_suffix("").parts)) for path in files]
+    found = [f"{source}:{entry.line}" for source in sources for entry in source.imports() if ".test_" in entry.path]
+    assert found == []
+
+
 @pytest.mark.parametrize("package", packages(), ids=lambda package: package.distribution)
 def test_shardkit_stays_a_namespace(package):
     assert not (package.path / "src" / "shardkit" / "__init__.py").exists()

@@ -12,7 +12,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import shardkit.core as ours
-from tests.core.parameters.test_subclass_gather import BFloat16OnTheWire
 from tests.simulation.device import Stream
 from tests.simulation.model import BlockSpec
 from tests.simulation.races import Checker
@@ -28,6 +27,7 @@ from tests.simulation.training import (
     unshard_ahead,
     whole_step,
 )
+from tests.support.wire_weights import BFloat16OnTheWire
 
 # One parameter that is even over the ranks, one that is padded, one smaller than a rank's share of it.
 ODD = BlockSpec(shapes=((16, 8), (11, 3), (5,)))

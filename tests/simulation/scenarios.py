@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -199,3 +200,14 @@ COMPARISONS: list[Comparison] = [
     *_both("CPU offload", {"transfer": 6.0}, offload={}),
     *_both("CPU offload, bf16", {"transfer": 6.0}, offload={}, mixed=True),
 ]
+
+
+def named(name: str) -> Comparison:
+    (comparison,) = (one for one in COMPARISONS if one.name == name)
+    return comparison
+
+
+@cache
+def measured(name: str, engine: str) -> Measured:
+    """Runs in the process that has the device."""
+    return measure(named(name), engine)

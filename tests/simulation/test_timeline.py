@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.simulation.scenarios import COMPARISONS, Comparison, Measured, measure
+from tests.simulation.scenarios import COMPARISONS, Measured, measure, measured, named
 from tests.simulation.training import SHARDS
 
 # Forward and backward of every step of stock's engine, as worked out by hand: 8 blocks, forward 10 and backward 20
@@ -45,17 +45,6 @@ ON_PAGE = {
 }
 # Of the first forward with HSDP: ranks compare their models, which takes an all-reduce of a few bytes.
 SET_UP = 0.01
-
-
-def named(name: str) -> Comparison:
-    (comparison,) = (one for one in COMPARISONS if one.name == name)
-    return comparison
-
-
-@cache
-def measured(name: str, engine: str) -> Measured:
-    """Runs in the process that has the device."""
-    return measure(named(name), engine)
 
 
 @cache

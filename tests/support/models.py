@@ -245,3 +245,66 @@ MODELS = {
     "checkpoint_non_reentrant": ModelSpec(_non_reentrant, _five, _mean_square, _blocks),
     "repeated_forward": ModelSpec(_repeated, _five, _mean_square, _blocks),
 }
+
+
+class Routes(nn.Module):
+    """Blocks that are nested, skipped, repeated, called with a keyword, and one that calls itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outer = nn.Sequential(nn.Linear(4, 4), Block(4, 5))
+        self.maybe = Block(4, 3)
+        self.again = Block(4, 6)
+        self.inward = Inward()
+        self.nothing = nn.Tanh()
+
+    def forward(self, x: Tensor, route: str) -> Tensor:
+        for letter in route:
+            if letter == "i":
+                x = self.inward(x, depth=3)
+            else:
+                x = {"o": self.outer, "m": self.maybe, "a": self.again, "n": self.nothing}[letter](x)
+        return x
+
+
+class Inward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, *, depth: int) -> Tensor:
+        x = torch.tanh(self.linear(x))
+        return self(x, depth=depth - 1) + x if depth else x
+
+
+class GatedBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.up = nn.Linear(16, 48)
+        self.down = nn.Linear(48, 16, bias=False)
+        self.gain = nn.Parameter(torch.tensor(0.5))
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.gain, 0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.gain * self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class TiedModel(nn.Module):
+    """With a tied head, and a frozen parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(19, 16)
+        self.blocks = nn.ModuleList(GatedBlock() for _ in range(3))
+        self.head = nn.Linear(16, 19, bias=False)
+        self.head.weight = self.table.weight
+        self.blocks[1].down.weight.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.table(x)
+        for block in self.blocks:
+            y = block(y)
+        return self.head(y)

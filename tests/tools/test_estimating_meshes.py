@@ -6,8 +6,7 @@ import pytest
 
 from shardkit.tools import Estimate, TrainingJob, estimate_job
 from shardkit.tools.estimating.hf import cut_projections
-from tests.tools.llama_shaped import LlamaShaped
-from tests.tools.test_planning import few_tokens
+from tests.tools.llama_shaped import LlamaShaped, few_tokens
 
 JOB = TrainingJob(partial(LlamaShaped, 32, 64, 160, 4, 4, 2), few_tokens, tensor_parallel=cut_projections)
 

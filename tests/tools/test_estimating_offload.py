@@ -9,8 +9,7 @@ from torch import nn
 from shardkit.tools import Policies, TrainingJob, estimate_job, preset
 from shardkit.tools.estimating.trace import Entered
 from tests.tools.jobs import JOBS
-from tests.tools.llama_shaped import LlamaShaped
-from tests.tools.test_planning import few_tokens
+from tests.tools.llama_shaped import LlamaShaped, few_tokens
 
 KEPT = TrainingJob(partial(LlamaShaped, 32, 256, 640, 14, 4, 2), few_tokens)
 OFFLOADED = TrainingJob(KEPT.model, few_tokens, policies=Policies(offload=True))

@@ -11,8 +11,7 @@ from shardkit.tools import Policies, TrainingJob, estimate_job
 from shardkit.tools.estimating.trace import Operator
 from shardkit.tools.machine import Efficiency, Link, Machine
 from tests.simulation.conftest import on_device  # noqa: F401 - a fixture
-from tests.simulation.scenarios import COMPARISONS, Comparison
-from tests.simulation.test_timeline import measured
+from tests.simulation.scenarios import COMPARISONS, Comparison, measured
 from tests.simulation.training import BLOCK, SHARDS
 
 MICROSECOND = 1e-6

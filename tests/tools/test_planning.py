@@ -32,7 +32,7 @@ from shardkit.tools.quantities import parse_quantity
 from tests.support import run_ranks
 from tests.tools.jobs import GPT, two_dimensions
 from tests.tools.jobs import tokens as token_ids
-from tests.tools.llama_shaped import LlamaShaped
+from tests.tools.llama_shaped import LlamaShaped, few_tokens
 from tests.tools.measured import Meter
 
 
@@ -144,10 +144,6 @@ def test_a_budget_of_what_the_limit_leaves_is_proposed_and_can_be_followed(ample
     assert f"model.set_prefetch_budget({budgeted[0].candidate.policies.prefetch_budget})" in code
     measured = run_ranks(2, follow, code, budgeted[0].candidate.micro_batch)
     assert measured[0] == pytest.approx(budgeted[0].estimate.peak.bytes, rel=0.01)
-
-
-def few_tokens() -> torch.Tensor:
-    return torch.randint(32, (2, 32))
 
 
 def test_of_budgets_that_hold_the_whole_model_one_is_proposed():

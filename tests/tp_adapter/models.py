@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -296,3 +296,34 @@ def parallelize_grouped_model(model: nn.Module, tp: DeviceMesh) -> None:
 SPECS["grouped"] = TPSpec(GroupedModel, parallelize_grouped_model, _features)
 SPECS["fused"] = TPSpec(FusedModel, parallelize_fused_model, _features)
 SPECS["packed"] = TPSpec(PackedModel, parallelize_packed_model, _features)
+
+
+NAMES = {2: ("dp", "tp"), 3: ("dp_replicate", "dp_shard", "tp")}
+OPTIMIZERS = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+}
+
+
+class Experts(nn.Module):
+    """Four experts, two on each rank of "ep"; every rank computes with all tokens and sums over experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 3, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not isinstance(self.weight, DTensor):
+            return torch.einsum("bi,eij->bj", x, self.weight)
+        mesh = self.weight.device_mesh
+        out = torch.einsum("bi,eij->bj", x, self.weight.to_local())
+        return DTensor.from_local(out, mesh, [Partial()], run_check=False).full_tensor()
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp, self.experts = nn.Linear(3, 3), Experts()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.experts(self.inp(x))

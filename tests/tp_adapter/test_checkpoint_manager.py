@@ -10,7 +10,7 @@ import torch
 from shardkit.core.checkpoint import CheckpointManager, TrainingState
 from tests.support import run_ranks
 from tests.tp_adapter.models import SPECS
-from tests.tp_adapter.test_checkpoints import Trainee, assert_equal
+from tests.tp_adapter.trainee import Trainee, assert_equal
 
 
 def save(rank: int, world_size: int, path: Path, name: str, shape: tuple[int, ...]) -> dict[str, torch.Tensor]:

@@ -2,7 +2,6 @@
 
 import math
 import pickle
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,83 +11,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp as stock
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import shardkit.core as shardkit
-from shardkit.tp_adapter import CheckedLoadPlanner
 from tests.support import rank_mesh, run_ranks
-from tests.tp_adapter.models import SPECS, shard
-from tests.tp_adapter.test_meshes import Mixture
-from tests.tp_adapter.test_training import NAMES, OPTIMIZERS
-
-
-@dataclass
-class Trainee:
-    """A sharded model, with an optimizer that has states."""
-
-    model: Any
-    optimizer: torch.optim.Optimizer
-
-    @classmethod
-    def of(
-        cls,
-        name: str,
-        shape: tuple[int, ...],
-        seed: int,
-        api: Any = shardkit,
-        optimizer: str = "adamw",
-        steps: int = 1,
-    ) -> "Trainee":
-        torch.manual_seed(seed)
-        model = SPECS[name].build()
-        mesh = rank_mesh(shape, NAMES[len(shape)])
-        SPECS[name].parallelize(model, mesh["tp"])
-        shard(model, api, mesh["dp"] if len(shape) == 2 else mesh["dp_replicate", "dp_shard"])
-        trainee = cls(model, OPTIMIZERS[optimizer](model.parameters()))
-        for step in range(steps):
-            SPECS[name].loss(model, seed + step).backward()
-            trainee.optimizer.step()
-            trainee.optimizer.zero_grad()
-        return trainee
-
-    def state(self) -> dict[str, Any]:
-        return {
-            "model": get_model_state_dict(self.model),
-            "optimizer": get_optimizer_state_dict(self.model, self.optimizer),
-        }
-
-    def save(self, path: Path) -> None:
-        with CommDebugMode() as communication:
-            dcp.save(self.state(), checkpoint_id=path)
-        functional = [str(op) for op in communication.get_comm_counts() if "functional" in str(op)]
-        assert not functional, f"saving redistributes: {functional}"
-
-    def load(self, path: Path) -> None:
-        state = self.state()
-        dcp.load(state, checkpoint_id=path, planner=CheckedLoadPlanner())
-        set_model_state_dict(self.model, state["model"])
-        set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"])
-
-    def full(self) -> dict[str, torch.Tensor]:
-        """Everything, gathered (collective)."""
-        state = self.state()
-        tensors = {f"model.{fqn}": value for fqn, value in state["model"].items()}
-        for fqn, states in state["optimizer"]["state"].items():
-            tensors |= {f"optimizer.{fqn}.{key}": value for key, value in states.items()}
-        return {name: _full(value) for name, value in tensors.items()}
-
-
-def _full(value: torch.Tensor) -> torch.Tensor:
-    # Copies: a tensor that is not sharded would be the live one.
-    return (value.full_tensor() if isinstance(value, DTensor) else value).clone()
+from tests.tp_adapter.models import OPTIMIZERS, SPECS, Mixture
+from tests.tp_adapter.trainee import Trainee, assert_equal
 
 
 def save(rank: int, world_size: int, path: Path, name: str, shape: tuple[int, ...], how: dict[str, Any]) -> Any:
@@ -107,12 +36,6 @@ def load(rank: int, world_size: int, path: Path, again: Path | None, name: str, 
     SPECS[name].loss(trainee.model, 5).backward()
     trainee.optimizer.step()
     return full
-
-
-def assert_equal(expected: dict[str, torch.Tensor], seen: dict[str, torch.Tensor]) -> None:
-    assert seen.keys() == expected.keys()
-    wrong = [name for name in expected if not torch.equal(seen[name], expected[name])]
-    assert not wrong
 
 
 LONG = [(4, 1), (1, 2), (1, 1), (1, 2, 2), (2, 2)]

@@ -19,9 +19,8 @@ from shardkit.tp_adapter import CheckedLoadPlanner, SubBlocks, logical_state_dic
 from shardkit.tp_adapter.boxes import BoxedTensor
 from tests.core.engine.single_process import assert_close
 from tests.support import rank_mesh, run_ranks
-from tests.tp_adapter.models import HEADS, PROJECTIONS, SPECS, FusedModel, build, shard
-from tests.tp_adapter.test_checkpoints import Trainee
-from tests.tp_adapter.test_training import NAMES
+from tests.tp_adapter.models import HEADS, NAMES, PROJECTIONS, SPECS, FusedModel, build, shard
+from tests.tp_adapter.trainee import Trainee
 
 
 def trains_like_one_process(rank: int, world_size: int, name: str, shape: tuple[int, ...]) -> None:

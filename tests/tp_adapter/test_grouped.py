@@ -25,9 +25,8 @@ from shardkit.tp_adapter import (
 )
 from shardkit.tp_adapter.logical_tensor import LogicalTensor
 from tests.support import rank_mesh, run_ranks
-from tests.tp_adapter.models import HEADS, PROJECTIONS, SPECS, GroupedModel
-from tests.tp_adapter.test_checkpoints import Trainee, assert_equal
-from tests.tp_adapter.test_training import NAMES
+from tests.tp_adapter.models import HEADS, NAMES, PROJECTIONS, SPECS, GroupedModel
+from tests.tp_adapter.trainee import Trainee, assert_equal
 
 PACKED = SubBlocks(PROJECTIONS, sizes=HEADS.sizes)
 

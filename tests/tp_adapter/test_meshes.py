@@ -6,13 +6,14 @@ import pytest
 import torch
 import torch.distributed.fsdp as stock
 from torch import nn
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 
 import shardkit.core as shardkit
 from tests.core.engine.single_process import assert_close
 from tests.support import rank_mesh, run_ranks
 from tests.support.parity import sum_in_rank_order
 from tests.support.trace import Trace, assert_same
+from tests.tp_adapter.models import Mixture
 
 FULL = {
     (2, 2): ("dp", "tp"),
@@ -77,30 +78,6 @@ def compare_full_mesh(rank: int, world_size: int, shape: tuple[int, ...], spread
 )
 def test_dp_mesh_dims_with_dtensors(shape: tuple[int, ...], spread: bool):
     run_ranks(4, compare_full_mesh, shape, spread)
-
-
-class Experts(nn.Module):
-    """Four experts, two on each rank of "ep"; every rank computes with all tokens and sums over experts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4, 3, 3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not isinstance(self.weight, DTensor):
-            return torch.einsum("bi,eij->bj", x, self.weight)
-        mesh = self.weight.device_mesh
-        out = torch.einsum("bi,eij->bj", x, self.weight.to_local())
-        return DTensor.from_local(out, mesh, [Partial()], run_check=False).full_tensor()
-
-
-class Mixture(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inp, self.experts = nn.Linear(3, 3), Experts()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.experts(self.inp(x))
 
 
 def expert_parallel(rank: int, world_size: int) -> None:

@@ -6,8 +6,7 @@ import torch
 import shardkit.core as shardkit
 from tests.core.engine.single_process import assert_close
 from tests.support import rank_mesh, run_ranks
-from tests.tp_adapter.models import SPECS, build, shard
-from tests.tp_adapter.test_training import NAMES
+from tests.tp_adapter.models import NAMES, SPECS, build, shard
 
 
 def norms(rank: int, world_size: int, model: str, shape: tuple[int, ...], norm_type: float) -> None:

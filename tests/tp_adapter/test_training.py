@@ -23,9 +23,8 @@ from shardkit.core.torch_compat import GRAD_DTYPE_DECIDES
 from tests.support import rank_mesh, run_ranks
 from tests.support.parity import sum_in_rank_order
 from tests.support.trace import Trace, assert_same
-from tests.tp_adapter.models import SPECS, build, shard
+from tests.tp_adapter.models import NAMES, OPTIMIZERS, SPECS, build, shard
 
-NAMES = {2: ("dp", "tp"), 3: ("dp_replicate", "dp_shard", "tp")}
 MESHES = [(1, 2), (2, 1), (2, 2), (1, 4), (2, 1, 2), (1, 2, 2)]
 
 
@@ -55,12 +54,6 @@ class Case:
             "last dim": lambda parameter: Shard(parameter.ndim - 1),
         }
         return {name: policies.get(value, value) for name, value in self.options.items()}
-
-
-OPTIMIZERS = {
-    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3),
-    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
-}
 
 
 def sharded(case: Case, api: Any) -> nn.Module:

@@ -6,24 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import shardkit.core as ours
+from tests.core.api.overflow import Layers, finds_an_overflow, replicas
 from tests.support import rank_mesh, run_ranks
-
-
-class Layers(nn.Module):
-    def __init__(self, *, scalar: bool = False) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.scale = nn.Parameter(torch.tensor(1.5)) if scalar else None
-        self.embed, self.up, self.down = nn.Linear(4, 4), nn.Linear(4, 8), nn.Linear(8, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.down(self.up(self.embed(x)).relu())
-        return y if self.scale is None else y * self.scale
 
 
 def scalar_first(world_size: int) -> Any:
@@ -38,13 +26,6 @@ def replicated_first(world_size: int) -> Any:
     return ours.fully_shard(model, shard_placement_fn=lambda p: Replicate() if p.shape == (4, 4) else None)
 
 
-def replicas(world_size: int) -> Any:
-    model = Layers(scalar=True)
-    mesh = rank_mesh((2, world_size // 2), ("replicate", "shard"))
-    ours.fully_shard(model.up, mesh=mesh)
-    return ours.fully_shard(model, mesh=mesh)
-
-
 def tensor_parallel(world_size: int) -> Any:
     model, mesh = Layers(), rank_mesh((world_size // 2, 2), ("dp", "tp"))
     whole = ColwiseParallel(output_layouts=Replicate())
@@ -57,37 +38,6 @@ def replicated_beside_tensor_parallel(world_size: int) -> Any:
     parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     choose = lambda p: Replicate() if p.shape in ((4, 4), (8, 4)) else None  # noqa: E731
     return ours.fully_shard(model, mesh=mesh["dp"], shard_placement_fn=choose)
-
-
-def scaled_backward(model: nn.Module, scaler: Any) -> None:
-    scaler.scale(model(torch.ones(2, 4)).sum()).backward()
-
-
-def finds_an_overflow(
-    rank: int, world_size: int, build: Callable[[int], Any], kind: type[torch.amp.GradScaler], options: dict[str, bool]
-) -> None:
-    """An overflow in one shard makes all ranks skip the step and halve the scale; the next step is right."""
-    model, reference = build(world_size), build(world_size)
-    scaler = kind("cpu", init_scale=4.0)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, **options)
-    before = [parameter.full_tensor().detach().clone() for parameter in model.parameters()]
-    scaled_backward(model, scaler)
-    if rank == 1 or (build is replicas and rank == 3):  # its replica
-        model.up.weight.grad.to_local()[-1, -1] = float("inf")
-    scaler.step(optimizer)
-    scaler.update()
-    assert scaler.get_scale() == 2.0
-    assert all(map(torch.equal, before, [parameter.full_tensor() for parameter in model.parameters()]))
-    optimizer.zero_grad()
-    scaled_backward(model, scaler)
-    reference(torch.ones(2, 4)).sum().backward()
-    scaler.unscale_(optimizer)
-    for parameter, same in zip(model.parameters(), reference.parameters(), strict=True):
-        assert torch.equal(parameter.grad.to_local(), same.grad.to_local())
-    scaler.step(optimizer)
-    scaler.update()
-    assert scaler.get_scale() == 2.0
-    assert not any(map(torch.equal, before, [parameter.full_tensor() for parameter in model.parameters()]))
 
 
 OVERLOOKED = pytest.mark.skipif(

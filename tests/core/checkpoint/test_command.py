@@ -25,9 +25,7 @@ from shardkit.core.checkpoint.directory import open_index
 from shardkit.core.checkpoint.sources import SAFETENSORS_DTYPES, open_file
 from shardkit.core.checkpoint.terminal import sized
 from shardkit.core.checkpoint.writers import DcpWriter, SafetensorsWriter
-from tests.core.checkpoint.test_format import flip
-from tests.core.checkpoint.test_restoring import Held
-from tests.core.checkpoint.trainee import ElasticLoader, Trainee, differences
+from tests.core.checkpoint.trainee import ElasticLoader, Held, Trainee, differences, flip
 from tests.support import run_ranks
 
 

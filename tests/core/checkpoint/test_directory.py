@@ -22,7 +22,7 @@ from shardkit.core.checkpoint.command import main
 from shardkit.core.checkpoint.directory import CheckpointDirectory, remove_unless_written, sync_directory, writing_in
 from shardkit.core.checkpoint.plan import Piece, Plan
 from shardkit.core.checkpoint.saving import Header, Image, Save
-from tests.core.checkpoint.test_format import flip
+from tests.core.checkpoint.trainee import flip
 
 
 def test_retention_spares_what_was_just_saved(tmp_path: Path):

@@ -34,7 +34,7 @@ from shardkit.core.checkpoint.stock_metadata import unpickle_metadata
 from shardkit.core.checkpoint.torch_files import archive_of
 from shardkit.core.checkpoint.verified_file import BlockSums
 from shardkit.core.checkpoint.writers import DataFile
-from tests.core.checkpoint.trainee import Trainee, differences
+from tests.core.checkpoint.trainee import Trainee, differences, flip
 from tests.support import run_ranks
 
 
@@ -228,12 +228,6 @@ def test_blocks_of_a_file_that_is_written_offline(tmp_path: Path, sizes: Any):
 
 def truncate(path: Path) -> None:
     os.truncate(path, path.stat().st_size - 1)
-
-
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 4
-    path.write_bytes(data)
 
 
 def swap(path: Path) -> None:

@@ -22,15 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 from shardkit.core import load_full_state_dict
 from shardkit.core.checkpoint import CheckpointManager, TrainingState
 from shardkit.core.checkpoint.command import main
-from tests.core.checkpoint.test_placement_checkpoints import (
-    Net,
-    adamw,
-    build,
-    contents,
-    same,
-    train,
-    whole,
-)
+from tests.core.checkpoint.placed import Net, adamw, build, contents, same, train, whole
 from tests.support import rank_mesh, run_ranks
 
 LAYOUTS = ["owned", "rows", "elements"]

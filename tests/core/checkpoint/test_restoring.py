@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_ten
 from shardkit.core import fully_shard
 from shardkit.core.checkpoint import CheckpointError, CheckpointManager, TrainingState
 from shardkit.core.checkpoint.command import main
-from tests.core.checkpoint.trainee import differences
+from tests.core.checkpoint.trainee import Held, differences
 from tests.support import rank_mesh, run_ranks
 
 
@@ -52,19 +52,6 @@ def test_extra_state_of_modules(tmp_path: Path, extra: Any, fresh: Any):
     model[0].extra = fresh
     manager.restore(TrainingState(model))
     assert differences(model[0].extra, extra) == []
-
-
-class Held:
-    """Any state."""
-
-    def __init__(self, state: Any) -> None:
-        self.state = state
-
-    def state_dict(self) -> Any:
-        return self.state
-
-    def load_state_dict(self, state: Any) -> None:
-        self.state = state
 
 
 def test_state_that_is_empty_when_it_is_saved(tmp_path: Path):

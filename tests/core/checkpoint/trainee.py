@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -175,3 +176,22 @@ def differences(seen: Any, expected: Any, where: str = "") -> list[str]:
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+
+
+class Held:
+    """Any state."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state

@@ -27,7 +27,7 @@ from shardkit.core.engine.step import state_of
 from tests.core.engine.single_process import Twins, assert_close, batch
 from tests.support import rank_mesh, run_ranks
 from tests.support.meshes import networked_mesh
-from tests.support.models import MLP, Block
+from tests.support.models import MLP, Block, Routes
 from tests.support.waiting import await_file
 
 RESHARD = (None, True, False)
@@ -605,36 +605,6 @@ def test_zero_grad_of_the_module_after_forward() -> None:
 
 
 # -- shapes that a forward can take ------------------------------------------------------------------------------------
-
-
-class Routes(nn.Module):
-    """Blocks that are nested, skipped, repeated, called with a keyword, and one that calls itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.outer = nn.Sequential(nn.Linear(4, 4), Block(4, 5))
-        self.maybe = Block(4, 3)
-        self.again = Block(4, 6)
-        self.inward = Inward()
-        self.nothing = nn.Tanh()
-
-    def forward(self, x: Tensor, route: str) -> Tensor:
-        for letter in route:
-            if letter == "i":
-                x = self.inward(x, depth=3)
-            else:
-                x = {"o": self.outer, "m": self.maybe, "a": self.again, "n": self.nothing}[letter](x)
-        return x
-
-
-class Inward(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor, *, depth: int) -> Tensor:
-        x = torch.tanh(self.linear(x))
-        return self(x, depth=depth - 1) + x if depth else x
 
 
 def _shard_routes(model: Any, **options: Any) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement, Shard
 
-from shardkit.core import fully_shard
+from shardkit.core import Blocks, Owned, fully_shard
 from shardkit.core.parameters.region import region_of
 from shardkit.core.torch_compat import like_dtensor, local_of
 from tests.support import rank_mesh
@@ -116,3 +116,22 @@ def assert_same(seen: Any, expected: Any, where: str) -> None:
             assert_same(seen[index], value, f"{where}.{index}")
     else:
         assert seen == expected, where
+
+
+PLACES: dict[str, Placement] = {
+    "owned": Owned(),
+    "rows": Blocks(rows=64),
+    "elements": Blocks(elements=4096),
+    "shard": Shard(0),
+}
+
+
+def build() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(*(nn.Linear(a, b, bias=False) for a, b in ((64, 192), (192, 64), (64, 64))))
+
+
+def sharded(before: nn.Module, world_size: int, place: str) -> nn.Module:
+    model = build()
+    model.load_state_dict(before.state_dict())
+    return fully_shard(model, mesh=rank_mesh((world_size,)), shard_placement_fn=lambda p: PLACES[place])

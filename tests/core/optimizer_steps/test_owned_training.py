@@ -13,10 +13,9 @@ from torch.distributed.tensor import DTensor
 
 from shardkit.core import Blocks, CPUOffloadPolicy, Owned, clip_grad_norm_, fully_shard
 from shardkit.core.checkpoint import CheckpointManager, TrainingState
-from tests.core.optimizer_steps.placed_training import check, optimizer_for, step
-from tests.core.optimizer_steps.test_whole_state import build, sharded
-from tests.core.parameters.test_placements_together import Net
+from tests.core.optimizer_steps.placed_training import build, check, optimizer_for, sharded, step
 from tests.support import rank_mesh, run_ranks
+from tests.support.models import TiedModel
 
 
 def placement(parameter: nn.Parameter) -> object:
@@ -47,7 +46,7 @@ def backward(model: nn.Module, rank: int, number: int, parts: int) -> None:
 
 def _recipe(rank: int, world_size: int, setting: str, muon_first: bool) -> None:
     torch.manual_seed(4)
-    reference = Net()  # with a tied head, a frozen matrix and a number
+    reference = TiedModel()  # with a tied head, a frozen matrix and a number
     model = copy.deepcopy(reference)
     hsdp = setting == "hsdp"
     mesh = rank_mesh((2, world_size // 2), ("replicate", "shard")) if hsdp else rank_mesh((world_size,))
@@ -74,7 +73,7 @@ def _recipe(rank: int, world_size: int, setting: str, muon_first: bool) -> None:
             ours = again
         for (name, parameter), whole in zip(model.named_parameters(), reference.parameters(), strict=True):
             assert torch.equal(parameter.full_tensor(), whole), (number, name)
-    start = Net().state_dict()
+    start = TiedModel().state_dict()
     moved = [name for name, value in reference.state_dict().items() if not torch.equal(value, start[name])]
     assert "blocks.0.up.weight" in moved
 

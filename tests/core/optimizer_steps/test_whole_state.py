@@ -10,26 +10,13 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import DTensor
 
-from shardkit.core import Blocks, Owned, fully_shard, optimizer_step_on_shards
+from shardkit.core import optimizer_step_on_shards
 from shardkit.core.checkpoint import CheckpointManager, TrainingState
 from shardkit.core.torch_compat import local_of
-from tests.core.optimizer_steps.placed_training import check, optimizer_for, part, step
-from tests.support import rank_mesh, run_ranks
-
-PLACES: dict[str, Placement] = {
-    "owned": Owned(),
-    "rows": Blocks(rows=64),
-    "elements": Blocks(elements=4096),
-    "shard": Shard(0),
-}
-
-
-def build() -> nn.Module:
-    torch.manual_seed(1)
-    return nn.Sequential(*(nn.Linear(a, b, bias=False) for a, b in ((64, 192), (192, 64), (64, 64))))
-
+from tests.core.optimizer_steps.placed_training import build, check, optimizer_for, part, sharded, step
+from tests.support import run_ranks
 
 # With the placements that each can step on.
 KINDS = {
@@ -59,12 +46,6 @@ def _copy(value: Any) -> Any:
     file = io.BytesIO()
     torch.save(value, file)
     return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
-
-
-def sharded(before: nn.Module, world_size: int, place: str) -> nn.Module:
-    model = build()
-    model.load_state_dict(before.state_dict())
-    return fully_shard(model, mesh=rank_mesh((world_size,)), shard_placement_fn=lambda p: PLACES[place])
 
 
 def _loaded(rank: int, world_size: int, kind: str) -> None:

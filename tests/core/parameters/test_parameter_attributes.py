@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 import shardkit.core as shardkit
-from tests.core.parameters.test_subclass_gather import SameOnTheWire
 from tests.support import rank_mesh, run_ranks
+from tests.support.wire_weights import SameOnTheWire
 
 # As timm, Megatron and transformers have them.
 TAGS = {"no_weight_decay": True, "sequence_parallel": False, "_is_hf_initialized": True}

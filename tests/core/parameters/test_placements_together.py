@@ -19,40 +19,7 @@ from shardkit.core import (
     materialize,
 )
 from tests.support import networked_mesh, rank_mesh, run_ranks
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(16)
-        self.up = nn.Linear(16, 48)
-        self.down = nn.Linear(48, 16, bias=False)
-        self.gain = nn.Parameter(torch.tensor(0.5))
-
-    def reset_parameters(self) -> None:
-        nn.init.constant_(self.gain, 0.5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.gain * self.down(torch.tanh(self.up(self.norm(x))))
-
-
-class Net(nn.Module):
-    """With a tied head, and a frozen parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(19, 16)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.head = nn.Linear(16, 19, bias=False)
-        self.head.weight = self.table.weight
-        self.blocks[1].down.weight.requires_grad_(False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.table(x)
-        for block in self.blocks:
-            y = block(y)
-        return self.head(y)
-
+from tests.support.models import TiedModel
 
 CHOICES: dict[str, Callable[[nn.Parameter], object]] = {
     "shard": lambda p: None,
@@ -65,7 +32,7 @@ CHOICES: dict[str, Callable[[nn.Parameter], object]] = {
 def build(choice: str, mesh: Any, device: str = "cpu", **options: Any) -> nn.Module:
     torch.manual_seed(4)
     with torch.device(device):
-        model = Net()
+        model = TiedModel()
     choose = CHOICES[choice]
     for block in model.blocks:
         fully_shard(block, mesh=mesh, shard_placement_fn=choose, **options)
