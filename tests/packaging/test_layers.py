@@ -38,6 +38,7 @@ LAYERS: list[set[str]] = [
         "initialisation",
         "materialize",
         "optimizers",
+        "replicas",
     },
     {"install"},
     {"__init__", "__main__"},

@@ -54,6 +54,18 @@ def sharded_stage(rank: int) -> nn.Module:
     return model
 
 
+def replicas(rank: int) -> nn.Module:
+    torch.manual_seed(rank // 2)
+    return nn.Sequential(fully_shard(nn.Linear(5, 5), mesh=rank_mesh((2, 2), ("replicate", "shard"))))
+
+
+def shard_of_a_replica(rank: int) -> nn.Module:
+    model = replicas(0)
+    with torch.no_grad():
+        model[0].bias.to_local().add_(rank // 3)
+    return model
+
+
 def refused(rank: int, world_size: int, path: Path, build: Any) -> str:
     manager = CheckpointManager(path)
     made = build(rank)
@@ -74,8 +86,10 @@ def refused(rank: int, world_size: int, path: Path, build: Any) -> str:
         (2, other_dtype, "model.0.weight: ranks hold different values under this name: ranks [0] torch.float32"),
         (2, second_differs, "model.1.weight: ranks [1] hold other values than ranks [0] under this name"),
         (4, sharded_stage, "model.0.weight: ranks [2] hold other values than ranks [0] under this name"),
+        (4, replicas, "model.0.weight: ranks [2] hold other values than ranks [0] under this name"),
+        (4, shard_of_a_replica, "model.0.bias: ranks [3] hold other values than ranks [1] under this name"),
     ],
-    ids=["plain", "shapes", "turned", "dtypes", "second", "sharded"],
+    ids=["plain", "shapes", "turned", "dtypes", "second", "sharded", "replicas", "shard"],
 )
 def test_modules_that_share_their_names(tmp_path: Path, world_size: int, build: Any, text: str):
     for seen in run_ranks(world_size, refused, tmp_path, build):

@@ -25,6 +25,7 @@ from shardkit.core.policies import (
     OffloadPolicy,
     ReduceScatter,
 )
+from shardkit.core.replicas import broadcast_replicas
 from shardkit.core.version import __version__
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "ReduceScatter",
     "UnshardHandle",
     "__version__",
+    "broadcast_replicas",
     "clip_grad_norm_",
     "events",
     "full_state_dict",

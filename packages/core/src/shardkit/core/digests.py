@@ -13,18 +13,21 @@ __all__ = ["number_of", "numbers_of"]
 _SAMPLES = 1024
 
 
-def number_of(data: bytes) -> int:
+def number_of(data: bytes | memoryview) -> int:
     """A 60-bit number for some bytes."""
     return int.from_bytes(hashlib.sha256(data).digest()[:8], "little") >> 4
 
 
-def numbers_of(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """A 60-bit number for each plain tensor, from up to 1,024 evenly spread elements.
+def numbers_of(tensors: Sequence[torch.Tensor], *, whole: bool = False) -> list[int]:
+    """A 60-bit number for each plain tensor, from up to 1,024 evenly spread elements, or from all.
 
     Parameters of different modules differ nearly everywhere, and a full hash would cost more than a copy.
     """
-    samples = [_bytes_of(_spread(tensor.detach().reshape(-1))) for tensor in tensors]
-    return [number_of(one.numpy().tobytes()) for one in _on_cpu(samples)]
+    flats = [tensor.detach().reshape(-1) for tensor in tensors]
+    samples = (
+        (_bytes_of(flat).cpu() for flat in flats) if whole else _on_cpu([_bytes_of(_spread(one)) for one in flats])
+    )
+    return [number_of(one.numpy().data) for one in samples]
 
 
 def _spread(flat: torch.Tensor) -> torch.Tensor:

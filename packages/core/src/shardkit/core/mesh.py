@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from shardkit.core.policies import DataParallelMeshDims
 from shardkit.core.torch_compat import flattened_axis, joined_mesh
@@ -20,6 +20,7 @@ __all__ = [
     "data_parallel_mesh",
     "default_mesh",
     "device_of",
+    "groups_of_copies",
     "post_forward_mesh",
 ]
 
@@ -168,6 +169,16 @@ def _named_axes(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DataParallelMes
     if not dims.replicate_names:
         return DataParallelMesh(shard, shard_axis=0, named=named)
     return DataParallelMesh(joined_mesh(flattened_axis(mesh, dims.replicate_names), shard), 1, (0,), named=named)
+
+
+def groups_of_copies(tensor: torch.Tensor) -> list[dist.ProcessGroup]:
+    """The process groups whose ranks hold copies of one another's part of a DTensor, a group for each mesh axis."""
+    if not isinstance(tensor, DTensor) or tensor.device_mesh.get_coordinate() is None:
+        return []
+    mesh = tensor.device_mesh
+    return [
+        mesh.get_group(axis) for axis, one in enumerate(tensor.placements) if one.is_replicate() and mesh.size(axis) > 1
+    ]
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:

@@ -8,6 +8,7 @@ stock. Nor are values of `user`.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar, cast
@@ -21,6 +22,8 @@ from shardkit.core.checkpoint.leaves import OPTIMIZER, SCHEDULER, Captured, Leaf
 from shardkit.core.checkpoint.plan import boxes_of, is_in_group
 from shardkit.core.checkpoint.stored import bytes_of
 from shardkit.core.digests import number_of, numbers_of
+from shardkit.core.engine.order_check import agree
+from shardkit.core.mesh import groups_of_copies
 
 T = TypeVar("T")
 
@@ -142,6 +145,24 @@ class Box:
 Fingerprints = dict[Box, int]
 
 
+def replicas_agree(captured: Captured, peers: Peers) -> bool:
+    """Whether ranks that hold copies of one another's parts of parameters hold the same values.
+
+    All ranks must be alike in names and layouts. Collective.
+    """
+    copied: dict[dist.ProcessGroup, list[torch.Tensor]] = defaultdict(list)
+    for path in captured.parameters:
+        value = captured.shared.values.get(path)
+        if isinstance(value, DTensor):
+            for group in groups_of_copies(value):
+                copied[group] += [part for _, _, part in boxes_of(path, value) if type(part) is torch.Tensor]
+    agreed = [
+        agree(repr(numbers_of(parts)).encode(), group, Peers.of(group).device_for("cpu"))
+        for group, parts in copied.items()
+    ]
+    return highest(peers, [int(not all(agreed))]) == [0]
+
+
 def fingerprints(captured: Captured, *, alike: bool) -> Fingerprints:
     """Fingerprints of plain parameters and of the plain values of optimizers and schedulers. Not collective.
 
@@ -178,7 +199,10 @@ def digest_of(found: Fingerprints) -> int:
     return number_of(repr(list(found.items())).encode())
 
 
-_NAMES_DIFFER = "; give modules that differ from rank to rank names that differ, or put them into per_rank="
+_NAMES_DIFFER = (
+    "; make replicas equal with shardkit.core.broadcast_replicas(model); give modules that differ from rank to rank "
+    "names that differ, or put them into per_rank="
+)
 _SAME_STATE = "; make it equal on all ranks, keep state of a shard as a DTensor, or put what differs into per_rank="
 
 

@@ -17,6 +17,7 @@ from shardkit.core.checkpoint.agreement import Fingerprints, Peers, check_same, 
 from shardkit.core.checkpoint.leaves import Captured, Leaves
 from shardkit.core.checkpoint.sources import Source, open_source
 from shardkit.core.materialize import allocate, homes
+from shardkit.core.mesh import groups_of_copies
 from shardkit.core.parameters.region import Region, region_of
 from shardkit.core.torch_compat import like_dtensor, local_of
 
@@ -209,11 +210,12 @@ def _survey(module: nn.Module) -> tuple[ModuleState | None, Report]:
 
 
 def _values(state: ModuleState, ranks: int) -> Fingerprints:
-    """Fingerprints of parameters that other ranks hold as well: plain, or on a mesh of some ranks only."""
+    """Fingerprints of parameters that other ranks hold as well: plain, replicated, or on a mesh of some ranks only."""
     held = {
         (name,): value
         for name, value in state.tensors.items()
-        if isinstance(value, nn.Parameter) and (not isinstance(value, DTensor) or value.device_mesh.size() < ranks)
+        if isinstance(value, nn.Parameter)
+        and (not isinstance(value, DTensor) or value.device_mesh.size() < ranks or groups_of_copies(value))
     }
     return fingerprints(Captured(Leaves(held), Leaves(), tuple(held)), alike=False)
 
@@ -238,7 +240,11 @@ def _agreed(peers: Peers, reports: list[Report] | None, decide: Callable[[list[R
 def _owners(reports: list[Report]) -> dict[str, tuple[int, ...]]:
     """For each tensor, in order, the ranks whose pieces make it up."""
     _check_agreement(reports)
-    check_same([report.values for report in reports], "; pass group= with the ranks that share this module")
+    check_same(
+        [report.values for report in reports],
+        "; make replicas equal with shardkit.core.broadcast_replicas(model), or pass group= with the ranks that share "
+        "this module",
+    )
     unmade = [name for name in reports[0].slots if any(report.slots[name].meta for report in reports)]
     if unmade:
         raise RuntimeError(

@@ -20,6 +20,7 @@ from shardkit.core.checkpoint.agreement import (
     gather_everywhere,
     highest,
     raise_together,
+    replicas_agree,
 )
 from shardkit.core.checkpoint.directory import CheckpointDirectory, OtherRuns, StoredCheckpoint, open_index
 from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError
@@ -155,7 +156,9 @@ class CheckpointManager:
         assert captured is not None
         self._alike = high == -low
         if not self._alike or most_values != -least_values:
-            self._check_values(captured, f"saving step {step}")
+            self._check_values(captured, f"saving step {step}", alike=self._alike)
+        elif not replicas_agree(captured, self._peers):
+            self._check_values(captured, f"saving step {step}", alike=False)
         if plan is None or not self._alike:
             holdings = gather_everywhere(self._peers, holding_of(captured.shared))
             with self._together(f"saving step {step}"):
@@ -168,11 +171,11 @@ class CheckpointManager:
         if blocking:
             self.wait()
 
-    def _check_values(self, captured: Captured, what: str) -> None:
+    def _check_values(self, captured: Captured, what: str, *, alike: bool) -> None:
         """Raises CheckpointError on all ranks if any two hold different values under one name. Collective."""
         found: Fingerprints = {}
         with self._together(what):
-            found = fingerprints(captured, alike=self._alike)
+            found = fingerprints(captured, alike=alike)
         try:
             check_same(gather_everywhere(self._peers, found))
         except CheckpointError as error:

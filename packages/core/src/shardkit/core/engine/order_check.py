@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from shardkit.core import events
 
-__all__ = ["OrderCheck", "agree", "order_check_wanted"]
+__all__ = ["OrderCheck", "agree", "order_check_wanted", "replicas_checked_every"]
 
 _SHOWN = 8
 
@@ -26,6 +26,20 @@ _SHOWN = 8
 def order_check_wanted() -> bool:
     """Whether the environment requests the check: SHARDKIT_DEBUG contains "order" among its comma-separated words."""
     return "order" in os.environ.get("SHARDKIT_DEBUG", "").split(",")
+
+
+def replicas_checked_every() -> int | None:
+    """The number of forwards between comparisons of replicas, None for the first alone.
+
+    SHARDKIT_DEBUG contains "replicas", for each forward, or "replicas=100".
+    """
+    for word in os.environ.get("SHARDKIT_DEBUG", "").split(","):
+        name, _, every = word.partition("=")
+        if name == "replicas":
+            if every and (not every.isdecimal() or int(every) < 1):
+                raise ValueError(f"SHARDKIT_DEBUG has {word!r}; expected replicas, or replicas=100 for every 100th")
+            return int(every or 1)
+    return None
 
 
 def agree(digest: bytes, group: dist.ProcessGroup, device: torch.device) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections import defaultdict
+from collections.abc import Iterator
 from typing import TypeAlias, TypeVar
 
 import torch
@@ -11,12 +13,15 @@ import torch.distributed as dist
 from torch import nn
 
 from shardkit.core import events
+from shardkit.core.digests import numbers_of
 from shardkit.core.engine.group import FSDPParamGroup
-from shardkit.core.engine.order_check import OrderCheck, agree, order_check_wanted
+from shardkit.core.engine.order_check import OrderCheck, agree, order_check_wanted, replicas_checked_every
 from shardkit.core.engine.schedule import RootedState
+from shardkit.core.mesh import DataParallelMesh, groups_of_copies
 from shardkit.core.parameters.managed import STATE
+from shardkit.core.parameters.param import FSDPParam
 from shardkit.core.parameters.placements import is_ours
-from shardkit.core.torch_compat import outside_transforms, stock_modules_around
+from shardkit.core.torch_compat import local_of, outside_transforms, stock_modules_around
 
 __all__ = ["initialise_root", "live_roots"]
 
@@ -25,8 +30,11 @@ live_roots: weakref.WeakSet[RootedState] = weakref.WeakSet()
 
 _T = TypeVar("_T")
 
-_Entry: TypeAlias = tuple[str, tuple[int, ...], str, str, bool, str]
-"""A parameter as all ranks must have it: FQN, shape, dtype, how it is cut, requires_grad, its group."""
+_Entry: TypeAlias = tuple[str, tuple[int, ...], str, str, bool, str, int]
+"""A parameter as all ranks must have it: FQN, shape, dtype, how it is cut, requires_grad, its group.
+
+Last a number for its values, if the ranks are to hold the same ones.
+"""
 
 
 @outside_transforms
@@ -37,7 +45,8 @@ def initialise_root(root: RootedState, *, same_names: bool = True) -> None:
 
     Raises:
         RuntimeError: if a state below has already been initialised as a root, if the state has several modules, if
-            torch's own `fully_shard` has sharded a module around it, or if the ranks disagree about the parameters.
+            torch's own `fully_shard` has sharded a module around it, or if the ranks disagree about the parameters,
+            or replicas about their values.
     """
     if len(root.modules) > 1:
         names = [type(module).__name__ for module in _alive(root)]
@@ -71,6 +80,15 @@ def initialise_root(root: RootedState, *, same_names: bool = True) -> None:
     if root.auto_reshard:
         for group in root.groups:
             group.change(reshard_after_forward=False)
+    if (every := replicas_checked_every()) is not None:
+        forwards = itertools.count(1)
+
+        def check_replicas(module: nn.Module, inputs: object) -> None:
+            if next(forwards) % every == 0:
+                root.schedule.context.catch_up()
+                _check_agreement(groups, root, same_names, module)
+
+        module.register_forward_pre_hook(check_replicas, prepend=True)
     root.schedule.set_states(states)
     if events.hub.active:
         events.emit(events.RootReady(module))
@@ -132,20 +150,43 @@ def _set_names(states: list[RootedState], root: nn.Module) -> None:
             group.label = state.fqn if group is state.groups[0] else f"{state.fqn}: {group.params[0].fqn}"
 
 
-def _check_agreement(groups: list[FSDPParamGroup], root: RootedState, same_names: bool) -> None:
+def buffers_of_ranks(
+    module: nn.Module, mesh: DataParallelMesh | None = None, prefix: str = ""
+) -> Iterator[tuple[str, torch.Tensor, DataParallelMesh]]:
+    """Buffers of sharded modules and of modules in them, which all ranks should hold alike: FQN, buffer, mesh.
+
+    Running statistics, as of batch normalisation, are each rank's own.
+    """
+    state: RootedState | None = module.__dict__.get(STATE)
+    if state is not None and state.groups:
+        mesh = state.groups[0].mesh
+    if mesh is not None and not hasattr(module, "track_running_stats"):
+        for name, buffer in module._buffers.items():
+            if buffer is not None and type(buffer) is torch.Tensor and not buffer.is_meta:
+                yield prefix + name, buffer, mesh
+    for name, child in module.named_children():
+        yield from buffers_of_ranks(child, mesh, f"{prefix}{name}.")
+
+
+def _check_agreement(
+    groups: list[FSDPParamGroup], root: RootedState, same_names: bool, closely: nn.Module | None = None
+) -> None:
     """Raises on every rank if any two describe their parameters differently (collective over all process groups).
+
+    If it is to look `closely` at the root's module, all elements are compared, and buffers too.
 
     Ranks that agree exchange 16 bytes for each process group. Others find the first difference by bisection, with an
     exchange that grows with the logarithm of the number of parameters, not with the number of ranks.
     """
     described: dict[dist.ProcessGroup, list[_Entry]] = defaultdict(list)
     device = torch.device("cpu")
+    values = _values_of_copies(groups, whole=closely is not None)
     for group in groups:
         device = group.device
         first = group.params[0].fqn
         place = "in the root's group" if group in root.groups else f"in the group that begins with '{first}'"
-        entries = [
-            (
+        for param in group.params:
+            entry = (
                 param.fqn if same_names else "",
                 tuple(param.shape),
                 str(param.orig_dtype),
@@ -153,11 +194,19 @@ def _check_agreement(groups: list[FSDPParamGroup], root: RootedState, same_names
                 param.sharded_param.requires_grad,
                 place if same_names else "",
             )
-            for param in group.params
-        ]
-        for process_group in group.mesh.groups:
-            if process_group.size() > 1:
-                described[process_group] += entries
+            copies = groups_of_copies(param.sharded_param)
+            for process_group in dict.fromkeys((*group.mesh.groups, *copies)):
+                if process_group.size() > 1:
+                    number = values.get(param, 0) if process_group in copies else 0
+                    described[process_group].append((*entry, number))
+    for fqn, buffer, mesh in () if closely is None else buffers_of_ranks(closely):
+        (number,) = numbers_of([buffer], whole=True)
+        for process_group in mesh.groups:
+            kind = str(buffer.dtype), "a buffer", False, ""
+            described[process_group].append((fqn if same_names else "", tuple(buffer.shape), *kind, number))
+    # Shard groups last: ranks learn there of replicas that differ for others.
+    shard_groups = {group.mesh.shard_group for group in groups}
+    described = {one: described[one] for one in sorted(described, key=shard_groups.__contains__)}
     try:
         agreed = True
         for process_group, mine in described.items():
@@ -175,6 +224,16 @@ def _check_agreement(groups: list[FSDPParamGroup], root: RootedState, same_names
             "this forward: under `shardkit watch` the job names the rank that is missing and what it does instead"
         ) from error
     raise RuntimeError(message)
+
+
+def _values_of_copies(groups: list[FSDPParamGroup], *, whole: bool) -> dict[FSDPParam, int]:
+    """A number for this rank's part of each parameter that other ranks hold copies of."""
+    copied: dict[FSDPParam, torch.Tensor] = {}
+    for param in (param for group in groups for param in group.params):
+        copies, local = groups_of_copies(param.sharded_param), local_of(param.sharded_param)
+        if param.subclass is None and not local.is_meta and any(dist.get_backend(one) != "fake" for one in copies):
+            copied[param] = local
+    return dict(zip(copied, numbers_of([*copied.values()], whole=whole), strict=True))
 
 
 def _difference(mine: list[_Entry], group: dist.ProcessGroup, device: torch.device) -> str | None:
@@ -198,6 +257,12 @@ def _difference(mine: list[_Entry], group: dist.ProcessGroup, device: torch.devi
     count = _reduced(int(entry != expected), dist.ReduceOp.SUM, group, device)
     ranks = dist.get_process_group_ranks(group)
     more = f" ({count} of {len(ranks)} ranks differ from rank {ranks[0]})" if count > 1 else ""
+    if expected is not None and seen is not None and expected[:-1] == seen[:-1]:
+        return (
+            f"the replicas of '{expected[0]}' (number {agreeing} in order of use) hold different values: rank "
+            f"{ranks[0]} others than rank {ranks[other]}{more}. Build and load the model alike on all ranks, or call "
+            "shardkit.core.broadcast_replicas(model), which takes the first replica's"
+        )
     return (
         f"the ranks disagree about the model's parameters, number {agreeing} in order of use: rank {ranks[0]} "
         f"has {_describe(expected)}, rank {ranks[other]} has {_describe(seen)}{more}. Every rank must build "
@@ -226,5 +291,5 @@ def _broadcast(value: _T, source: int, group: dist.ProcessGroup, device: torch.d
 def _describe(entry: _Entry | None) -> str:
     if entry is None:
         return "no further parameter"
-    fqn, shape, dtype, cut, requires_grad, place = entry
+    fqn, shape, dtype, cut, requires_grad, place, _ = entry
     return f"'{fqn}' of shape {shape}, {dtype}, {cut}, requires_grad={requires_grad}{place and ', '}{place}"

@@ -1,0 +1,50 @@
+"""`broadcast_replicas`: the same values on all ranks that hold a copy."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardkit.core.engine.root import buffers_of_ranks
+from shardkit.core.engine.step import state_of
+from shardkit.core.mesh import groups_of_copies
+from shardkit.core.torch_compat import local_of
+
+__all__ = ["broadcast_replicas"]
+
+
+@torch.no_grad()
+def broadcast_replicas(module: nn.Module) -> None:
+    """Copies the first replica's values to the others, where ranks were seeded differently or have loaded other values.
+
+    Parameters that are replicated over axes of their mesh (HSDP, and in part tensor parallelism) get the values of the
+    first rank on these axes; buffers of sharded modules get those of the first rank of the module's data-parallel mesh.
+    Plain parameters, such as those of `ignored_params`, stay: they may be each rank's own.
+
+    Collective over the meshes of the module.
+
+    Raises:
+        RuntimeError: if a forward or backward has not ended.
+    """
+    for submodule in module.modules():
+        if (state := state_of(submodule)) is not None:
+            state.refuse_unended("broadcast_replicas was called")
+            for group in state.groups:
+                group.reshard()
+                group.context.settle_gathers()
+    for parameter in module.parameters():
+        if isinstance(parameter, DTensor):
+            for process_group in groups_of_copies(parameter):
+                _broadcast(local_of(parameter), process_group, parameter.device_mesh.device_type)
+    for _, buffer, mesh in buffers_of_ranks(module):
+        for process_group in mesh.groups:
+            _broadcast(buffer, process_group, mesh.mesh.device_type)
+
+
+def _broadcast(tensor: torch.Tensor, group: dist.ProcessGroup, device_type: str) -> None:
+    on_wire = tensor.detach().to(device_type).contiguous()
+    dist.broadcast(on_wire, group=group, group_src=0)
+    if on_wire.data_ptr() != tensor.data_ptr():
+        tensor.detach().copy_(on_wire)

@@ -1,0 +1,93 @@
+"""Replicas that hold different values are noticed, by name, and `broadcast_replicas` makes them equal."""
+
+import os
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
+
+from shardkit.core import broadcast_replicas, full_state_dict, fully_shard
+from tests.support import rank_mesh, run_ranks
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp, self.norm, self.out = nn.Linear(5, 600), nn.LayerNorm(600), nn.Linear(600, 3)
+        self.scale = nn.Parameter(torch.tensor(1.0))
+        self.register_buffer("shift", torch.ones(1))
+        self.statistics = nn.BatchNorm1d(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.statistics(self.out(self.norm(self.inp(x))) * self.scale + self.shift)
+
+
+def sharded(kind: str) -> Net:
+    model = Net()
+    if kind == "tp":
+        mesh = rank_mesh((2, 2), ("dp", "tp"))
+        parallelize_module(model, mesh["tp"], {"norm": SequenceParallel(sequence_dim=0, use_local_output=True)})
+        mesh = mesh["dp"]
+    else:
+        mesh = rank_mesh((2, 2), ("replicate", "shard")) if kind == "hsdp" else rank_mesh((4,), ("shard",))
+    for part in (model.inp, model.norm):
+        fully_shard(part, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def changed(model: nn.Module, fqn: str) -> None:
+    """One element on one rank. The first forward looks at some elements of a large tensor, the debug mode at all."""
+    tensor = model.get_parameter(fqn).to_local() if fqn != "shift" else model.shift
+    with torch.no_grad():
+        tensor.view(-1)[-1] += 1
+
+
+def noticed(call: Callable[[], object], fqn: str) -> None:
+    with pytest.raises(RuntimeError, match=rf"replicas of '{fqn}'.*different values.*broadcast_replicas\(model\)"):
+        call()
+
+
+def start_apart(rank: int, world_size: int, kind: str, fqn: str) -> None:
+    model = sharded(kind)
+    expected = full_state_dict(model, rank0_only=False)
+    if rank == 3:
+        changed(model, fqn)
+    x = torch.randn(4, 5)
+    noticed(lambda: model(x), fqn)
+    with pytest.raises(RuntimeError, match=rf"{fqn}: ranks \[3\] hold other values .*broadcast_replicas\(model\)"):
+        full_state_dict(model)
+    broadcast_replicas(model)
+    model(x).sum().backward()
+    for name, tensor in full_state_dict(model, rank0_only=False).items():
+        assert "running" in name or "tracked" in name or torch.equal(tensor, expected[name]), name
+
+
+@pytest.mark.parametrize(
+    ("kind", "fqn"),
+    [("hsdp", "norm.bias"), ("hsdp", "out.weight"), ("hsdp", "scale"), ("fsdp", "scale"), ("tp", "norm.weight")],
+)
+def test_ranks_that_start_apart(kind: str, fqn: str) -> None:
+    run_ranks(4, start_apart, kind, fqn)
+
+
+def go_apart(rank: int, world_size: int, kind: str, fqn: str) -> None:
+    os.environ["SHARDKIT_DEBUG"] = "order,replicas=2"
+    model = sharded(kind)
+    x = torch.randn(4, 5)
+    model.statistics.running_mean.fill_(rank)
+    model(x).sum().backward()
+    if rank == 3:
+        changed(model, fqn)
+    noticed(lambda: [model(x) for _ in range(2)], fqn)
+    broadcast_replicas(model)
+    for _ in range(3):
+        model(x).sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("kind", "fqn"), [("hsdp", "inp.weight"), ("hsdp", "shift"), ("fsdp", "shift"), ("tp", "norm.bias")]
+)
+def test_ranks_that_go_apart(kind: str, fqn: str) -> None:
+    run_ranks(4, go_apart, kind, fqn)
