@@ -788,6 +788,24 @@ def test_ranks_that_choose_other_experts_are_told(shared: bool, apart: bool) -> 
     run_ranks(2, _choose_differently, shared, apart, (0, 1), isolated=True)
 
 
+def _replicas_choose_differently(rank: int, world_size: int, shape: tuple[int, int]) -> None:
+    os.environ["SHARDKIT_DEBUG"] = "order"
+    replica = rank // shape[1]
+    model = fully_shard(_Mixture(), mesh=rank_mesh(shape, ("replicate", "shard")))
+    model(torch.ones(2, 4), (2,)).sum().backward()
+    with pytest.raises(RuntimeError) as caught:
+        model(torch.ones(2, 4), (replica,)).sum().backward()
+    for other in range(2):
+        text = rf"rank {other * shape[1] + rank % shape[1]}: .*all-reduce of 'experts\.{other}\.weight'\n"
+        assert re.search(text, str(caught.value)), caught.value
+
+
+@pytest.mark.parametrize("shape", [(2, 1), (2, 2)])
+def test_replicas_that_choose_other_experts_are_told(shape: tuple[int, int]) -> None:
+    """No other check sees that one expert's gradient is added to another's of the same size."""
+    run_ranks(shape[0] * shape[1], _replicas_choose_differently, shape, isolated=True)
+
+
 class _Keeps(nn.Module):
     """Computes with a reference to its weight that sharding does not replace."""
 

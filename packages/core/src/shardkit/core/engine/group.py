@@ -494,6 +494,9 @@ class FSDPParamGroup(GroupGather):
             self.context.catch_up()
             label = ", ".join(param.fqn for param in params)
             self.order_check.record("reduce-scatter", label, self.mesh.shard_group, self.device)
+            if settings.all_reduce_grads and settings.native_all_reduce:
+                for replicas in self.mesh.replicate_groups:
+                    self.order_check.record("all-reduce", label, replicas, self.device)
         assert self._transports is not None, self.label  # a gather came before
         transport = self._transports.reduce
         earlier, self._reducing = self._reducing, []

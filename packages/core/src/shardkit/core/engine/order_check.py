@@ -1,9 +1,10 @@
 """SHARDKIT_DEBUG=order: finds ranks that run their groups in different orders, and reports each rank's order.
 
-Before each collective the ranks of its group exchange a hash of everything that they have run on that group so far. If
-the hashes differ, they exchange and compare their last entries. This costs one small collective for each collective. On
-CPU it also removes the overlap of gathers and reductions: a rank that runs fewer groups may wait for its peers' part in
-earlier operations, so a rank completes all of these before the exchange (`CommContext.catch_up`).
+Before each gather, reduce-scatter and all-reduce the ranks of its group exchange a hash of everything that they have
+run on that group so far. If the hashes differ, they exchange and compare their last entries. This costs one small
+collective for each collective. On CPU it also removes the overlap of gathers and reductions: a rank that runs fewer
+groups may wait for its peers' part in earlier operations, so a rank completes all of these before the exchange
+(`CommContext.catch_up`).
 """
 
 from __future__ import annotations
