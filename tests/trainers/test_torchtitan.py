@@ -37,3 +37,13 @@ def test_experts_on_meshes_of_their_own(case: str):
         assert torch.equal(shardkit[f"loaded {name}"][0], weight), name
     exact = case.startswith("2 replicas")  # as above, sums of four are added in another order
     torch.testing.assert_close(shardkit, stock, rtol=0 if exact else 1e-4, atol=0 if exact else 1e-6)
+
+
+@pytest.mark.parametrize("case", ["tp=2, ep=1", "tp=1, ep=2"])
+def test_annotated_parameters_train_like_dtensors(case: str):
+    """Torchtitan's default back end and its other one; stock shards annotated parameters from torch 2.15 on."""
+    seen = results("torchtitan_annotated", "shardkit", 4)
+    annotated, dtensors = seen[f"spmd_types, {case}"], seen[f"partial_dtensor, {case}"]
+    assert annotated["runs"]["shardkit"] > 0 == annotated["runs"]["stock"]
+    for key in ("losses", "gradient norms", "weights"):  # gradients of norms are summed over tp by other operations
+        torch.testing.assert_close(annotated[key], dtensors[key], rtol=1e-6, atol=1e-7)

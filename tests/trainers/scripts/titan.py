@@ -19,13 +19,13 @@ from torchtitan.models.common.attention import ScaledDotProductAttention
 BACKEND = "partial_dtensor"
 
 
-def dims_of(replicas: int, experts: int = 1) -> ParallelDims:
+def dims_of(replicas: int, experts: int = 1, tp: int = 1, backend: str = BACKEND) -> ParallelDims:
     """A mesh of all ranks."""
     parallel_dims.device_type = "cpu"  # torchtitan takes a machine without accelerators for one with CUDA
     world = int(os.environ["WORLD_SIZE"])
     dims = ParallelDims(
-        dp_replicate=replicas, dp_shard=world // replicas, cp=1, tp=1, pp=1, ep=experts, world_size=world,
-        spmd_backend=BACKEND,
+        dp_replicate=replicas, dp_shard=world // replicas // tp, cp=1, tp=tp, pp=1, ep=experts, world_size=world,
+        spmd_backend=backend,
     )  # fmt: skip
     dims.build_mesh()
     return dims
@@ -37,8 +37,10 @@ def sharded(registry: Callable[[str], Any], dims: ParallelDims, layers: int, dir
     spec.model.layers = spec.model.layers[:layers]
     for layer in spec.model.layers:
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
-    parallelism = ParallelismConfig(spmd_backend=BACKEND, expert_parallel_degree=dims.ep)
-    if dims.ep > 1:
+    parallelism = ParallelismConfig(
+        spmd_backend=dims.spmd_backend, expert_parallel_degree=dims.ep, tensor_parallel_degree=dims.tp
+    )
+    if dims.ep > 1 or dims.tp > 1:
         spec.model.update_from_config(config=SimpleNamespace(parallelism=parallelism))
     with torch.device("meta"):
         model = spec.model.build()

@@ -30,7 +30,6 @@ from shardkit.core.parameters.gradient_hooks import move_gradient_hooks
 from shardkit.core.parameters.managed import (
     Managed,
     ManagedParameter,
-    check_annotations,
     manage,
     mesh_of_parameter,
     modules_of_argument,
@@ -200,7 +199,6 @@ def _placed(
     for one in managed.parameters:
         chosen = choose(one.parameter)
         mesh = mesh_of_parameter(one, chosen, default)
-        check_annotations(one, mesh)
         by_mesh.setdefault(mesh, []).append((one, placement_of(one, chosen)))
     for mesh, parameters in by_mesh.items():
         ones, placements = zip(*parameters, strict=True)

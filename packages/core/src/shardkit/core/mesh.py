@@ -36,12 +36,14 @@ class DataParallelMesh:
             for plain FSDP.
         named: the axes named by `dp_mesh_dims`, of a mesh that may hold DTensor parameters as a whole; several of them
             may be flattened into one axis here.
+        whole: the mesh that `dp_mesh_dims` named these axes of.
     """
 
     mesh: DeviceMesh
     shard_axis: int | None
     replicate_axes: tuple[int, ...] = ()
     named: frozenset[str] = frozenset()
+    whole: DeviceMesh | None = None
 
     @property
     def shard_group(self) -> dist.ProcessGroup | None:
@@ -73,7 +75,7 @@ class DataParallelMesh:
     def fully_replicated(self) -> DataParallelMesh:
         """The same ranks with nothing sharded, for 0-dim parameters."""
         axes = () if self.shard_axis is None else (self.shard_axis,)
-        return DataParallelMesh(self.mesh, None, axes + self.replicate_axes, self.named)
+        return DataParallelMesh(self.mesh, None, axes + self.replicate_axes, self.named, self.whole)
 
     @cached_property
     def size(self) -> int:
@@ -164,11 +166,11 @@ def _named_axes(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DataParallelMes
     named = frozenset(wanted)
     if not dims.shard_names:
         replicate = flattened_axis(mesh, dims.replicate_names)
-        return DataParallelMesh(replicate, shard_axis=None, replicate_axes=(0,), named=named)
+        return DataParallelMesh(replicate, None, (0,), named, mesh)
     shard = flattened_axis(mesh, dims.shard_names)
     if not dims.replicate_names:
-        return DataParallelMesh(shard, shard_axis=0, named=named)
-    return DataParallelMesh(joined_mesh(flattened_axis(mesh, dims.replicate_names), shard), 1, (0,), named=named)
+        return DataParallelMesh(shard, 0, (), named, mesh)
+    return DataParallelMesh(joined_mesh(flattened_axis(mesh, dims.replicate_names), shard), 1, (0,), named, mesh)
 
 
 def groups_of_copies(tensor: torch.Tensor) -> list[dist.ProcessGroup]:

@@ -246,8 +246,8 @@ def as_offload(policy: OffloadPolicy | StockOffloadPolicy) -> OffloadPolicy:
     if isinstance(policy, StockOffloadPolicy):
         return OffloadPolicy()
     raise TypeError(
-        f"offload_policy must be an OffloadPolicy, or a mapping from names of parameters to such, got {policy!r}; pass "
-        "CPUOffloadPolicy() to offload, or leave it out"
+        f"offload_policy must be an OffloadPolicy, got {policy!r}; pass CPUOffloadPolicy() to offload, or a mapping "
+        "from names of parameters to policies, or leave it out"
     )
 
 

@@ -14,6 +14,7 @@ from shardkit.core.mesh import DataParallelMesh
 from shardkit.core.parameters.adapters import Holder
 from shardkit.core.parameters.region import region_at
 from shardkit.core.torch_compat import local_of, new_dtensor
+from shardkit.tp_adapter.annotated import AnnotatedForm, as_dtensor
 from shardkit.tp_adapter.boxes import BoxedTensor, Boxes
 from shardkit.tp_adapter.declared import declared_of, placements_in_whole
 from shardkit.tp_adapter.joint_mesh import joint_mesh
@@ -142,6 +143,17 @@ class TensorParallelAdapter:
             left_to_right,
             Boxes(shape, region) if several else None,
         )
+
+    def annotated_form(
+        self, parameter: torch.Tensor, fqn: str, mesh: DataParallelMesh, dim: int | None, holders: Sequence[Holder] = ()
+    ) -> AnnotatedForm:
+        """The form of a plain parameter that `spmd_types` annotates, cut on tensor dim `dim` over `mesh`.
+
+        Raises:
+            ValueError, NotImplementedError: for annotations that do not match the mesh; the message has the FQN.
+        """
+        dtensor, gradients = as_dtensor(parameter, fqn, mesh)
+        return AnnotatedForm(self.form(dtensor, fqn, mesh, dim, holders), gradients)
 
 
 def _check_local(parameter: DTensor, placements: Sequence[Placement], fqn: str) -> None:

@@ -31,6 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from shardkit.core.mesh import DataParallelMesh
+from shardkit.core.parameters.annotations import annotations_of, check_annotations
 from shardkit.core.parameters.placed import PlacedTensor
 from shardkit.core.parameters.placements import Blocks, Owned, is_ours
 from shardkit.core.policies import MixedPrecisionPolicy
@@ -117,6 +118,15 @@ class DTensorAdapter(Protocol):
             ValueError, TypeError: for meshes or placements that do not match; the message has the FQN.
         """
 
+    def annotated_form(
+        self, parameter: torch.Tensor, fqn: str, mesh: DataParallelMesh, dim: int | None, holders: Sequence[Holder]
+    ) -> ParameterForm:
+        """The form of a plain parameter that `spmd_types` annotates on axes of `mesh.whole`, cut as in `form`.
+
+        Raises:
+            ValueError, NotImplementedError: for annotations that do not match the mesh; the message has the FQN.
+        """
+
 
 @dataclass(frozen=True)
 class _PlainForm:
@@ -172,7 +182,12 @@ def form_of(
         ValueError, TypeError: from the adapter.
         NotImplementedError: for a DTensor with an unsupported placement; has the FQN and a working alternative.
     """
+    dim: int | None = getattr(placement, "dim", None)
     if not isinstance(parameter, DTensor):
+        model_axes = mesh.whole is not None and len(mesh.named) < mesh.whole.ndim
+        if model_axes and not is_ours(placement) and annotations_of(parameter) and (adapter := _dtensor_adapter()):
+            return adapter.annotated_form(parameter, fqn, mesh, dim, holders)
+        check_annotations(parameter, fqn, mesh)
         kind = PlacedTensor if is_ours(placement) else DTensor
         return _PlainForm(parameter.shape, mesh.mesh, mesh.placements(placement), kind)
     adapter = _dtensor_adapter()
@@ -190,7 +205,7 @@ def form_of(
             "it: blocks count from the start of the whole tensor. Use Shard(dim), or Owned() to keep each rank's "
             "tensor-parallel shard whole"
         )
-    return adapter.form(parameter, fqn, mesh, None if placement is None else placement.dim, holders)  # type: ignore[attr-defined]
+    return adapter.form(parameter, fqn, mesh, dim, holders)
 
 
 def _owned_form(

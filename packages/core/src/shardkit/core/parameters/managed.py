@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +17,7 @@ from shardkit.core.parameters.ownership import owners_for
 from shardkit.core.parameters.param import FSDPParam, sharded_counterpart
 from shardkit.core.parameters.placements import Blocks, Owned
 from shardkit.core.parameters.slot import Slot
+from shardkit.core.policies import as_mesh_dims
 from shardkit.core.torch_compat import RUNS_SUBCLASSES, is_plain, is_replicated, local_of, stock_engine_of
 
 __all__ = [
@@ -25,7 +25,6 @@ __all__ = [
     "Managed",
     "ManagedParameter",
     "added_parameters",
-    "check_annotations",
     "manage",
     "mesh_of_parameter",
     "modules_of_argument",
@@ -295,34 +294,9 @@ def mesh_of_parameter(managed: ManagedParameter, chosen: object | None, default:
     axes = () if replicate is None else (replicate,)
     if mesh == default.mesh and (shard, axes) == (default.shard_axis, default.replicate_axes):
         return default
-    dims = getattr(info, "dp_mesh_dims", None)
-    named = frozenset(default.named) if dims is not None else frozenset()
-    return DataParallelMesh(mesh, shard, axes, named)
-
-
-def check_annotations(managed: ManagedParameter, mesh: DataParallelMesh) -> None:
-    """Raises for a plain parameter that `spmd_types` marks as a part of a larger one, or as a partial result.
-
-    For each mesh axis, annotations say how the ranks' tensors are related. On data-parallel axes all ranks have the
-    same values and gradients are summed (`R`). On any other axis values and gradients must be the same (`I`), because
-    nothing here sums them.
-
-    Raises:
-        NotImplementedError: for any other annotation on an axis of several ranks, with FQN, axis and annotation.
-    """
-    spmd: Any = sys.modules.get("spmd_types")
-    if spmd is None or isinstance(managed.parameter, DTensor):
-        return
-    axes = [spmd.MeshAxis.of(group) for group in mesh.groups]
-    for axis, kind in spmd.get_local_type(managed.parameter).items():
-        several = len(axes) > 1 and axis.size() == mesh.size and all(one <= axis for one in axes)
-        expected = spmd.R if several or any(axis <= one for one in axes) else spmd.I
-        if axis.size() > 1 and kind is not expected:
-            raise NotImplementedError(
-                f"spmd_types annotates parameter '{managed.fqn}' with {kind} on the mesh axis {axis}; expected "
-                f"{expected}, because fully_shard treats the local tensor as the whole parameter. Give it a DTensor on "
-                'that axis; in torchtitan: parallelism.spmd_backend="partial_dtensor"'
-            )
+    dims = as_mesh_dims(getattr(info, "dp_mesh_dims", None))
+    named = frozenset() if dims is None else frozenset(dims.shard_names + dims.replicate_names)
+    return DataParallelMesh(mesh, shard, axes, named, getattr(info, "spmd_mesh", None) if named else None)
 
 
 def with_owners(
