@@ -6,7 +6,8 @@ import copy
 import dataclasses
 import functools
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from operator import is_not
 from typing import Any
 
 import torch
@@ -51,7 +52,7 @@ def _map(function: Callable[[torch.Tensor], torch.Tensor], value: Any, done: dic
         return value
     if kind is tuple:  # nearly always; the remaining checks are slow
         mapped = [_map(function, one, done) for one in value]
-        return tuple(mapped) if _differ(mapped, value) else value
+        return tuple(mapped) if any(map(is_not, mapped, value)) else value
     if id(value) not in done:
         done[id(value)] = _map_container(function, value, done)
     return done[id(value)]
@@ -63,7 +64,7 @@ def _map_container(function: Callable[[torch.Tensor], torch.Tensor], value: Any,
         return _map_fields(function, value, done)
     if isinstance(value, dict):
         entries = {key: _map(function, one, done) for key, one in value.items()}
-        if not _differ(entries.values(), value.values()):
+        if not any(map(is_not, entries.values(), value.values())):
             return value
         mapping = copy.copy(value)
         for key, one in entries.items():
@@ -71,7 +72,7 @@ def _map_container(function: Callable[[torch.Tensor], torch.Tensor], value: Any,
         return mapping
     if isinstance(value, list | tuple | set | frozenset):
         mapped = [_map(function, one, done) for one in value]
-        if not _differ(mapped, value):
+        if not any(map(is_not, mapped, value)):
             return value
         return kind(*mapped) if hasattr(value, "_fields") else kind(mapped)
     return value
@@ -80,7 +81,7 @@ def _map_container(function: Callable[[torch.Tensor], torch.Tensor], value: Any,
 def _map_fields(function: Callable[[torch.Tensor], torch.Tensor], value: Any, done: dict[int, Any]) -> Any:
     fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     mapped = {name: _map(function, one, done) for name, one in fields.items()}
-    if not _differ(mapped.values(), fields.values()):
+    if not any(map(is_not, mapped.values(), fields.values())):
         return value
     result = copy.copy(value)
     # A dataclass that is also a dict (model outputs of Hugging Face) keeps both in sync in its own __setattr__.
@@ -88,10 +89,6 @@ def _map_fields(function: Callable[[torch.Tensor], torch.Tensor], value: Any, do
     for name, one in mapped.items():
         assign(result, name, one)
     return result
-
-
-def _differ(mapped: Iterable[Any], value: Iterable[Any]) -> bool:
-    return any(new is not old for new, old in zip(mapped, value, strict=True))
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:

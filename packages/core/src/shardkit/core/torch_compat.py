@@ -151,9 +151,8 @@ def _run_as_it_is(function: Callable[..., Any], *, recursive: bool) -> None:
     frames.set_code_exec_strategy(function.__code__, strategy)
 
 
-def transforms_active() -> bool:
-    """Whether a transform of `torch.func`, such as grad, jvp or vmap, is running on this thread."""
-    return torch._C._are_functorch_transforms_active()
+transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+"""Whether a transform of `torch.func`, such as grad, jvp or vmap, is running on this thread."""
 
 
 def outside_transforms(function: _F) -> _F:
@@ -161,7 +160,7 @@ def outside_transforms(function: _F) -> _F:
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if not torch._C._are_functorch_transforms_active():
+        if not transforms_active():
             return function(*args, **kwargs)
         with torch._C._DisableFuncTorch():
             return function(*args, **kwargs)
@@ -264,9 +263,8 @@ def has_gradient_hooks(tensor: torch.Tensor) -> bool:
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
 
-def current_backward() -> int:
-    """Autograd's number of the backward that this thread is running (an inner one has its own), -1 if it runs none."""
-    return torch._C._current_graph_task_id()
+current_backward: Callable[[], int] = torch._C._current_graph_task_id
+"""Autograd's number of the backward that this thread is running (an inner one has its own), -1 if it runs none."""
 
 
 def in_backward() -> bool:
@@ -274,14 +272,12 @@ def in_backward() -> bool:
     return current_backward() != -1
 
 
-def queue_end_of_backward(callback: Callable[[], None]) -> None:
-    """Runs `callback` when the backward that is running now has ended."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
+queue_end_of_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
+"""Runs a function when the backward that is running now has ended."""
 
 
-def next_autograd_node() -> int:
-    """The sequence number that autograd gives the next node of this thread; nodes run backward in falling order."""
-    return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+next_autograd_node: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
+"""The sequence number that autograd gives the next node of this thread; nodes run backward in falling order."""
 
 
 def made_since(tensor: torch.Tensor, number: int) -> bool:
@@ -360,14 +356,12 @@ def _no_change(gradient: torch.Tensor) -> None:
     return None
 
 
-def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The tensor that `tensor` is a view of, None if it is not a view."""
-    return tensor._base
+base_of: Callable[[torch.Tensor], torch.Tensor | None] = operator.attrgetter("_base")
+"""The tensor that a tensor is a view of, None if it is not a view."""
 
 
-def runs_in_this_backward(node: Any) -> bool:
-    """Whether the current backward will execute `node`, or has."""
-    return bool(torch._C._will_engine_execute_node(node))
+runs_in_this_backward: Callable[[Any], bool] = torch._C._will_engine_execute_node
+"""Whether the current backward will execute a node, or has."""
 
 
 def mark_managed(module: nn.Module) -> None:

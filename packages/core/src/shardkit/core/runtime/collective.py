@@ -17,7 +17,7 @@ from shardkit.core.runtime.lanes import Program, Reduction, hold, note_sources_r
 from shardkit.core.runtime.memory import RegisteredMemory
 from shardkit.core.runtime.packing import Slots, as_dtype, strided
 from shardkit.core.runtime.plan import GatherPlan, Mean, NetworkTransport, ReducePlan, Transport
-from shardkit.core.runtime.storage import note_acquired, note_allocated, note_freed, note_released
+from shardkit.core.runtime.storage import note_allocated, note_freed
 from shardkit.core.torch_compat import foreach_copy_, foreach_zero_
 
 __all__ = ["PLAIN_DTYPES", "C10dTransport", "FlatTransport", "all_reduce", "gather_alone"]
@@ -131,7 +131,7 @@ class C10dTransport(FlatTransport):
         packed = plan.pack(grads)
         rows = [flat_gradient(plan, grads[i], mean.before) for i in plan.direct]
         grads.clear()
-        note_acquired(plan.direct_nbytes, plan.label)
+        note_allocated(plan.direct_nbytes, plan.label, "gradient")
         return self._reduce(plan, rows, packed, mean)
 
     @torch.no_grad()
@@ -141,18 +141,19 @@ class C10dTransport(FlatTransport):
         output = plan.allocate_output()
         inputs = rows if packed is None else [*rows, packed]
         hold(*inputs)
-        if packed is not None:
-            divide(packed, mean.before)
+        if packed is not None and mean.before is not None:
+            packed.div_(mean.before)
         sizes = [row.numel() // self.world_size for row in inputs]
         with plan.reported(launched):
             try:
                 if inputs:
                     yield self.reduce_scatter(list(output.split_with_sizes(sizes)), inputs, mean.op)
-                divide(output, mean.after)
+                if mean.after is not None:
+                    output.div_(mean.after)
             finally:
                 if packed is not None:
                     note_freed(packed, plan.label, "packed")
-                note_released(plan.direct_nbytes, plan.label)
+                note_freed(plan.direct_nbytes, plan.label, "gradient")
         return output
 
 
@@ -202,12 +203,6 @@ def flat_gradient(plan: ReducePlan, grad: torch.Tensor, divisor: float | None) -
     if divisor is not None:
         grad = torch.div(grad, divisor)
     return grad.to(plan.wire_dtype).contiguous().view(-1)
-
-
-def divide(tensor: torch.Tensor, divisor: float | None) -> None:
-    """Divides in place; None leaves `tensor` unchanged."""
-    if divisor is not None:
-        tensor.div_(divisor)
 
 
 # -- one rank, and all-reduce ------------------------------------------------------------------------------------------

@@ -198,8 +198,14 @@ class CpuLane:
     def start(
         self, program: Program, label: str, keep_alive: Sequence[torch.Tensor] = (), *, after_current: bool = True
     ) -> Ticket:
+        began = time.perf_counter() if events.hub.active else 0.0
         ticket = CpuTicket(program, label, self.name, keep_alive)
-        ticket.launch()
+        if began:
+            try:
+                events.emit(events.Launched(label, self.name, time.perf_counter() - began))
+            except BaseException:
+                ticket.abandon()  # a listener's error: transfers write to memory that the caller frees next
+                raise
         return ticket
 
     def wait_event(self, event: Any) -> None:
@@ -212,8 +218,11 @@ class CpuLane:
         return contextlib.nullcontext()
 
 
+_UNHEARD = contextlib.nullcontext()
+
+
 class CpuTicket:
-    """A program between two of its yields, and the works it waits on."""
+    """A program between two of its yields, and the works it waits on. It runs to its first yield at once."""
 
     def __init__(self, program: Program, label: str, name: str, keep_alive: Sequence[torch.Tensor]) -> None:
         self.done = False
@@ -223,20 +232,10 @@ class CpuTicket:
         self._name = name
         self._keep_alive = keep_alive
         self._pending: Sequence[Waitable] = ()
-
-    def launch(self) -> None:
-        """Run the program to its first yield."""
-        began = time.perf_counter() if events.hub.active else 0.0
         try:
-            self._resume(f"launching {self._name}")
+            self._resume(f"launching {name}")
         except RuntimeError:
-            with events.Waiting(self._label, self._name):  # for listeners: a peer has ended before it was waited for
-                raise
-        if began:
-            try:
-                events.emit(events.Launched(self._label, self._name, time.perf_counter() - began))
-            except BaseException:
-                self.abandon()  # a listener's error: transfers write to memory that the caller frees next
+            with events.Waiting(label, name):  # for listeners: a peer has ended before it was waited for
                 raise
 
     @property
@@ -246,25 +245,19 @@ class CpuTicket:
     def wait_for_stage(self) -> None:
         if self.done:
             return
-        if not events.hub.active:
-            self._wait_for_works()
+        with events.Waiting(self._label, self._name) if events.hub.active else _UNHEARD as waiting:
+            try:
+                for work in self._pending:
+                    work.wait()
+            except Exception as error:
+                # A failed work makes its siblings fail, but they may still point to memory that the caller frees next.
+                doing = f"{self._name} (waiting for its peers, {len(self._pending)} transfers)"
+                self.abandon()
+                raise _failure(self._label, doing, error) from error
+            self._pending = ()
+            if waiting is not None:
+                waiting.arrived()
             self._resume(f"{self._name} (local work after its transfers)")
-            return
-        with events.Waiting(self._label, self._name) as waiting:
-            self._wait_for_works()
-            waiting.arrived()
-            self._resume(f"{self._name} (local work after its transfers)")
-
-    def _wait_for_works(self) -> None:
-        try:
-            for work in self._pending:
-                work.wait()
-        except Exception as error:
-            # A failed work makes its siblings fail, but they may still point into memory that the caller frees next.
-            doing = f"{self._name} (waiting for its peers, {len(self._pending)} transfers)"
-            self.abandon()
-            raise _failure(self._label, doing, error) from error
-        self._pending = ()
 
     def wait(self) -> None:
         while not self.done:
@@ -319,7 +312,7 @@ class StreamLane:
         reduced gradients,       the reduction lane's, that of a cast after an all-reduce its second stage's. Whoever
         their casts              drops them does so on the compute stream, and the next reduction starts behind that.
         shards                   the compute stream's, and written there. A gather waits for the compute stream when
-                                 they were written since it last did (`GroupGather`).
+                                 they were written since it last did (gather.py).
 
     No `record_stream` is needed, and the order of memory reuse does not depend on timing.
 

@@ -37,7 +37,7 @@ class Slots:
     runs: tuple[tuple[int, int], ...]
     tail: int = 0
 
-    @property
+    @functools.cached_property
     def numel(self) -> int:
         """Elements of all slots together, without the tail."""
         return sum(count * each for count, each in self.runs)
@@ -127,7 +127,7 @@ class Packing:
     columns: tuple[tuple[int, int], ...]
     ragged: bool = False
 
-    @property
+    @functools.cached_property
     def numel(self) -> int:
         """Elements of the buffer."""
         return self.slots.numel

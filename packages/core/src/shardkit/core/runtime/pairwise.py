@@ -22,11 +22,11 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from shardkit.core.runtime.collective import FlatTransport, divide, flat_gradient
+from shardkit.core.runtime.collective import FlatTransport, flat_gradient
 from shardkit.core.runtime.lanes import Reduction
 from shardkit.core.runtime.packing import Slots
 from shardkit.core.runtime.plan import Mean, ReducePlan
-from shardkit.core.runtime.storage import note_acquired, note_allocated, note_freed, note_released
+from shardkit.core.runtime.storage import note_allocated, note_freed
 from shardkit.core.torch_compat import foreach_add_, foreach_copy_, foreach_div
 
 __all__ = ["PairwiseTransport"]
@@ -83,7 +83,7 @@ class PairwiseTransport(FlatTransport):
         packed = plan.pack(grads)
         outgoing = _rows_by_rank(plan, grads, packed)
         grads.clear()
-        note_acquired(plan.direct_nbytes, plan.label)
+        note_allocated(plan.direct_nbytes, plan.label, "gradient")
         return self._reduce(plan, outgoing, packed, mean.as_sum(self.world_size))
 
     @torch.no_grad()
@@ -99,13 +99,14 @@ class PairwiseTransport(FlatTransport):
             try:
                 yield self._swap(outgoing, incoming, plan.tag)
                 _sum(plan, outgoing[plan.rank], landing, output, mean.before)
-                divide(output, mean.after)
+                if mean.after is not None:
+                    output.div_(mean.after)
             finally:
                 if packed is not None:
                     note_freed(packed, plan.label, "packed")
                 if staging is not None:
                     note_freed(staging, plan.label, "reduce_input")
-                note_released(plan.direct_nbytes, plan.label)
+                note_freed(plan.direct_nbytes, plan.label, "gradient")
         return output
 
 

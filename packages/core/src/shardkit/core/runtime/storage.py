@@ -95,25 +95,15 @@ def raw_view(tensor: torch.Tensor) -> torch.Tensor:
     return raw.set_(storage, 0, (storage.size() // tensor.itemsize,), (1,))  # type: ignore[call-overload, no-any-return, unused-ignore]
 
 
-def note_allocated(tensor: torch.Tensor, fqn: str, kind: StorageKind) -> None:
-    """Report a temporary buffer that was just allocated."""
+def note_allocated(memory: torch.Tensor | int, fqn: str, kind: StorageKind) -> None:
+    """Reports a temporary buffer that was just allocated, or bytes of gradients that a reduction has taken over."""
     if events.hub.active:
-        events.emit(events.StorageAllocated(fqn, tensor.numel() * tensor.itemsize, kind))
+        nbytes = memory if isinstance(memory, int) else memory.numel() * memory.itemsize
+        events.emit(events.StorageAllocated(fqn, nbytes, kind))
 
 
-def note_freed(tensor: torch.Tensor, fqn: str, kind: StorageKind) -> None:
-    """Report that a temporary buffer is dropped now."""
+def note_freed(memory: torch.Tensor | int, fqn: str, kind: StorageKind) -> None:
+    """Reports that a temporary buffer, or gradients, are dropped now."""
     if events.hub.active:
-        events.emit(events.StorageFreed(fqn, tensor.numel() * tensor.itemsize, kind))
-
-
-def note_acquired(nbytes: int, fqn: str) -> None:
-    """Report that a reduction has taken over the unsharded gradients of a group."""
-    if events.hub.active:
-        events.emit(events.StorageAllocated(fqn, nbytes, "gradient"))
-
-
-def note_released(nbytes: int, fqn: str) -> None:
-    """Report that a reduction no longer needs the unsharded gradients of a group."""
-    if events.hub.active:
-        events.emit(events.StorageFreed(fqn, nbytes, "gradient"))
+        nbytes = memory if isinstance(memory, int) else memory.numel() * memory.itemsize
+        events.emit(events.StorageFreed(fqn, nbytes, kind))

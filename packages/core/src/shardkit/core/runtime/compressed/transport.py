@@ -35,7 +35,7 @@ from shardkit.core.runtime.plan import (
     ReducePlan,
     Transport,
 )
-from shardkit.core.runtime.storage import note_acquired, note_allocated, note_freed
+from shardkit.core.runtime.storage import note_allocated, note_freed
 
 __all__ = ["CompressedTransport"]
 
@@ -184,7 +184,7 @@ class CompressedTransport(Transport):
             note_allocated(buffer, plan.label, "reduce_input")
         self._pack(plan, rows, grads, outgoing.zero_(), plan.output_views(total))
         grads.clear()
-        note_acquired(0, plan.label)
+        note_allocated(0, plan.label, "gradient")
         return self._reduce(plan, rows, outgoing, total, mean.as_sum(self.world_size))
 
     @torch.no_grad()

@@ -29,7 +29,7 @@ from shardkit.core.runtime.shared.connection import MOST_DESCRIPTORS
 from shardkit.core.runtime.shared.neighbours import Channel, Neighbours, Operation
 from shardkit.core.runtime.shared.segment import ALIGNMENT, Segment, aligned, carve, locate
 from shardkit.core.runtime.shared.tables import Gradients, Table
-from shardkit.core.runtime.storage import note_acquired, note_released
+from shardkit.core.runtime.storage import note_allocated, note_freed
 from shardkit.core.torch_compat import foreach_copy_
 
 __all__ = ["Outbox", "Posting", "SharedTransport"]
@@ -283,10 +283,10 @@ class SharedTransport(Transport):
     def reduce(self, plan: ReducePlan, grads: list[torch.Tensor], mean: Mean) -> Reduction:
         launched, mean = time.perf_counter(), mean.as_sum(self.world_size)
         output = plan.allocate_output()
-        note_acquired(plan.nbytes, plan.label)
+        note_allocated(plan.nbytes, plan.label, "gradient")
         posting = self._post_rows(plan, grads, output)
         grads.clear()
-        note_released(plan.nbytes, plan.label)
+        note_freed(plan.nbytes, plan.label, "gradient")
         try:
             with plan.reported(launched):
                 yield (posting,)
