@@ -289,7 +289,9 @@ def contexts_of(rank: int, world_size: int) -> None:
     shardkit.share_comm_ctx(models[:2])
     for model in models:
         _gradients(model, rank)
-    contexts = [{id(group.context) for module in _sharded(model) for group in module._groups()} for model in models]
+    contexts = [
+        {id(group.schedule.context) for module in _sharded(model) for group in module._groups()} for model in models
+    ]
     assert contexts[0] == contexts[1] != contexts[2]
     assert [len(one) for one in contexts] == [1, 1, 1]
 
@@ -355,7 +357,7 @@ RECURSIVE = [
     ("set_requires_all_reduce", False, "settings.all_reduce_grads"),
     ("set_reduce_scatter_unused_params", True, "settings.reduce_unused_params"),
     ("set_reduce_scatter_max_input_buffers", 3, "settings.max_reduce_inputs"),
-    ("set_separate_reduce_scatter_group", True, "communication.reduce_group"),
+    ("set_separate_reduce_scatter_group", True, "settings.communication.reduce_group"),
     ("set_reshard_after_forward", False, "settings.reshard_after_forward"),
     ("set_reshard_after_backward", False, "settings.reshard_after_backward"),
 ]

@@ -931,8 +931,8 @@ class _InterruptedTicket:
     """Ctrl-C while a gather is waited for; notes the sizes of the storages when the gather is abandoned."""
 
     def __init__(self, group: Any) -> None:
-        self.group, self.ticket, self.sizes = group, group._ticket, []
-        group._ticket = self
+        self.group, self.ticket, self.sizes = group, group.ticket, []
+        group.ticket = self
 
     def wait(self) -> None:
         raise KeyboardInterrupt

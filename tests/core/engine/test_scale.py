@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardkit.core
 from shardkit.core import CompressionPolicy, MixedPrecisionPolicy, fully_shard
-from shardkit.core.engine import gather, group, order, room, step, timetable
+from shardkit.core.engine import gather, group, room, schedule, step, timetable
 from shardkit.core.parameters import param, registration, slot
 from shardkit.core.runtime import plan as plan_module
 from shardkit.core.runtime.collective import C10dTransport
@@ -295,7 +295,7 @@ def _first_step_does_not_grow(rank: int, world_size: int, part: float) -> None:
         model = _narrow_layers(groups)
         model.set_prefetch_budget(int(part * groups * 64) + 300)
         x = torch.ones(2, 4, requires_grad=True)
-        each.append(_calls(lambda model=model, x=x: _step(model, x), (room, timetable, order)) / groups)
+        each.append(_calls(lambda model=model, x=x: _step(model, x), (room, timetable, schedule)) / groups)
     assert each[1] <= 1.15 * each[0], each
 
 

@@ -257,8 +257,8 @@ def _distinct(parameters: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str,
 def _refuse_unreduced(parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Raises RuntimeError if an iteration has not ended, or a gradient has yet to be reduced."""
     params = [param for _, one in parameters if (param := sharded_counterpart(one)) is not None]
-    for group in {FSDPParamGroup.of(param) for param in params}:
-        group.refuse_unended("the norm of gradients is taken")
+    for schedule in {FSDPParamGroup.of(param).schedule for param in params}:
+        schedule.refuse_unended("the norm of gradients is taken")
     for param in params:
         param.refuse_pending("the norm of gradients is taken")
 

@@ -268,7 +268,7 @@ def _check_ties(
                 f"parameter '{param.fqn}' is tied to one that an earlier fully_shard call has sharded with (mesh, "
                 f"param_dtype, reduce_dtype, offload) = {theirs}; this call has {ours}. Give both calls the same"
             )
-        if param.shape and (known := FSDPParamGroup.of(param).communication.compression) != compression:
+        if param.shape and (known := FSDPParamGroup.of(param).settings.communication.compression) != compression:
             raise ValueError(
                 f"parameter '{param.fqn}' is tied to one that an earlier fully_shard call has sharded with "
                 f"compression_policy={known}; this call has {compression}. Give both calls the same"
@@ -287,7 +287,7 @@ def _join_ties(state: FSDPState, managed: Managed) -> None:
             for user in list(group.users):
                 user.add_group(shared)
             group = shared
-        group.forget_plans()
+        group.plans = None
         state.add_group(group)
 
 

@@ -15,7 +15,7 @@ from typing_extensions import deprecated
 
 from shardkit.core.engine.group import FSDPParamGroup
 from shardkit.core.engine.schedule import Finalization, Schedule
-from shardkit.core.engine.step import FSDPState, state_of
+from shardkit.core.engine.step import FSDPState, finalize_backward, reset, state_of
 from shardkit.core.engine.timetable import Prefetch
 from shardkit.core.parameters.adapters import user_attributes
 from shardkit.core.parameters.param import FSDPParam
@@ -42,7 +42,7 @@ class UnshardHandle(StockUnshardHandle):
         """Waits for the gather; afterwards the unsharded parameters are registered on the module. Idempotent."""
         for group in self._groups:
             group.wait_for_unshard()
-        for context in {group.context for group in self._groups}:
+        for context in {group.schedule.context for group in self._groups}:
             context.settle_gathers()
         self._groups = ()
 
@@ -119,7 +119,7 @@ class FSDPModule(StockFSDPModule):
             return
         for group in self._groups():
             group.reshard()
-            group.context.settle_gathers()
+            group.schedule.context.settle_gathers()
 
     @no_dynamo
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
@@ -131,7 +131,7 @@ class FSDPModule(StockFSDPModule):
         """
         groups = self._groups()
         state = self._get_fsdp_state()
-        state.refuse_unended(f"unshard() of '{state.fqn}' is called", inside=True)
+        state.schedule.refuse_unended(f"unshard() of '{state.fqn}' is called", inside=True)
         for group in groups:
             group.sweep()
         for group in groups:
@@ -154,7 +154,7 @@ class FSDPModule(StockFSDPModule):
             RuntimeError: if this module is not the root, or if the finalization of another root that shares the
                 communication context has not been waited for.
         """
-        self._root_schedule("reset_iter_state").reset()
+        reset(self._root_schedule("reset_iter_state"))
 
     # -- when gradients are reduced ------------------------------------------------------------------------------------
 
@@ -200,13 +200,13 @@ class FSDPModule(StockFSDPModule):
         state = self._get_fsdp_state()
         if state.is_root is None:
             return GradientReductionHandle(None) if async_op else None
-        finalization = self._root_schedule("finalize_backward").finalize_backward()
+        finalization = finalize_backward(self._root_schedule("finalize_backward"))
         if async_op:
             return GradientReductionHandle(finalization)
         finalization.wait()
         return None
 
-    def _root_schedule(self, method: str) -> Schedule:
+    def _root_schedule(self, method: str) -> Schedule[FSDPState]:
         state = self._get_fsdp_state()
         if state.is_root is False:
             raise RuntimeError(f"{method} must be called on the root, '{state.fqn}' is below it; call it there")
@@ -309,7 +309,9 @@ class FSDPModule(StockFSDPModule):
             ranks = () if shard is None else tuple(dist.get_process_group_ranks(shard))
             if enable and ranks and ranks not in made:
                 made[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
-            group.communication = group.communication.reducing_on(made[ranks] if enable and ranks else None)
+            group.change(
+                communication=group.settings.communication.reducing_on(made[ranks] if enable and ranks else None)
+            )
 
     def set_all_reduce_hook(
         self, hook: Callable[[torch.Tensor], None], *, stream: torch.cuda.Stream | None = None
@@ -335,8 +337,7 @@ class FSDPModule(StockFSDPModule):
         for state in self._states(recurse):
             state.auto_reshard = False
             for group in state.groups:
-                group.change(reshard_after_forward=reshard_after_forward)
-                group.post_forward_mesh = None
+                group.change(reshard_after_forward=reshard_after_forward, post_forward_mesh=None)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Sets whether backward frees unsharded parameters; keeping them saves the next forward's gather."""
@@ -435,7 +436,7 @@ class FSDPModule(StockFSDPModule):
         A change takes effect at the next gather. Does nothing on a module without sharded parameters of its own.
         """
         for group in self._sharded_groups():
-            group.communication = group.communication.gathering_through(comm, group.label)
+            group.change(communication=group.settings.communication.gathering_through(comm, group.label))
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:  # type: ignore[override]
         """Reduces this module's gradients through `comm`, which allocates the input and output buffers.
@@ -444,7 +445,7 @@ class FSDPModule(StockFSDPModule):
         parameters of its own.
         """
         for group in self._sharded_groups():
-            group.communication = group.communication.reducing_through(comm, group.label)
+            group.change(communication=group.settings.communication.reducing_through(comm, group.label))
 
     def _sharded_groups(self) -> list[FSDPParamGroup]:
         return [group for group in self._groups() if group.mesh.shard_group is not None]
@@ -465,7 +466,11 @@ class FSDPModule(StockFSDPModule):
         for group in self._sharded_groups():
             shard = group.mesh.shard_group
             assert shard is not None
-            group.communication = group.communication.in_registered_memory(enable, shard, group.device, group.label)
+            group.change(
+                communication=group.settings.communication.in_registered_memory(
+                    enable, shard, group.device, group.label
+                )
+            )
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
         """Does the same as `set_allocate_memory_from_process_group_for_comm(True)`.
@@ -497,7 +502,7 @@ class FSDPModule(StockFSDPModule):
         moved and cast too.
         """
         state = self._get_fsdp_state()
-        state.refuse_unended(f"'{state.fqn}' is cast or moved", inside=True)
+        state.schedule.refuse_unended(f"'{state.fqn}' is cast or moved", inside=True)
         self.reshard()
         params = [param for group in self._groups() for param in group.params]
         attributes = [user_attributes(param.sharded_param) for param in params]
@@ -591,8 +596,6 @@ def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
     states = [module._get_fsdp_state() for module in modules]
     for state in states[1:]:
         state.schedule.context = states[0].schedule.context
-        for group in state.groups:
-            group.context = states[0].schedule.context
 
 
 _sharded_classes: dict[type, type] = {}

@@ -17,7 +17,6 @@ from shardkit.core.optimizer_steps.block_steps import steps_by_block
 from shardkit.core.optimizer_steps.plain_steps import PlainSteps, plain_steps_of
 from shardkit.core.optimizer_steps.supported import ELEMENTWISE, plain_parameters, steps_by_element
 from shardkit.core.optimizer_steps.whole_state import cut_whole_state
-from shardkit.core.parameters.gradient_hooks import check_gradient
 from shardkit.core.parameters.managed import added_parameters
 from shardkit.core.parameters.param import sharded_counterpart
 from shardkit.core.torch_compat import is_within_step, no_dynamo
@@ -29,7 +28,7 @@ _on_shards: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 @dataclass(frozen=True)
 class _Held:
-    """The parameters of an optimizer at its last step, and their groups.
+    """The parameters of an optimizer at its last step, their groups, and its steps on plain tensors.
 
     It stores identities, not parameters: parameters may reference the optimizer, in hooks that step in backward, and
     keep it alive. `id()`s are reused, so everything is looked up again after `fully_shard` was called.
@@ -37,6 +36,7 @@ class _Held:
 
     identities: list[Any]  # of parameters; and whether they step in lists
     groups: list[weakref.ReferenceType[FSDPParamGroup]]
+    steps: weakref.ReferenceType[PlainSteps] | None
 
 
 _held_by: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Held] = weakref.WeakKeyDictionary()
@@ -77,7 +77,11 @@ def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     Raises:
         RuntimeError: with the FQN of the first such parameter.
     """
-    steps = plain_steps_of(optimizer)
+    known = _held_by.get(optimizer)
+    if known is None:
+        steps = plain_steps_of(optimizer)
+    else:
+        steps = None if known.steps is None else known.steps()
     if steps is not None and steps.is_lent:
         if is_within_step(optimizer):  # torch calls hooks for the step of a base class, too
             return
@@ -85,12 +89,11 @@ def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     lists = [(group.get("foreach"), group.get("fused")) for group in optimizer.param_groups]
     identities = [*lists, *map(id, held)]
-    known = _held_by.get(optimizer)
     if known is None or known.identities != identities:
         cut_whole_state(optimizer)
-        known = _find_groups(optimizer, held, identities)
+        groups = _find_groups(optimizer, held)
         steps = _choose_plain(optimizer)
-        _held_by[optimizer] = known
+        known = _held_by[optimizer] = _Held(identities, groups, None if steps is None else weakref.ref(steps))
     _check_gradients(optimizer, known)
     if steps is not None and steps.chosen:
         steps.hook_innermost(optimizer)
@@ -107,12 +110,9 @@ def _choose_plain(optimizer: torch.optim.Optimizer) -> PlainSteps | None:
 def _check_gradients(optimizer: torch.optim.Optimizer, known: _Held) -> None:
     for reference in known.groups:
         if (group := reference()) is not None:
-            group.check_reduced()
-            pending = [param for param in group.pending if id(param.sharded_param) in known.identities]
+            pending = [param for param in group.check_step() if id(param.sharded_param) in known.identities]
             if pending and not _makes_states(optimizer):
                 pending[0].refuse_pending("an optimizer steps")
-            for param in group.params:
-                check_gradient(param.fqn, param.sharded_param.grad)
 
 
 def _makes_states(optimizer: torch.optim.Optimizer) -> bool:
@@ -120,7 +120,9 @@ def _makes_states(optimizer: torch.optim.Optimizer) -> bool:
     return all(group.get("lr") == 0 for group in optimizer.param_groups)
 
 
-def _find_groups(optimizer: torch.optim.Optimizer, held: list[torch.Tensor], identities: list[Any]) -> _Held:
+def _find_groups(
+    optimizer: torch.optim.Optimizer, held: list[torch.Tensor]
+) -> list[weakref.ReferenceType[FSDPParamGroup]]:
     groups: dict[FSDPParamGroup, None] = {}
     for parameter in held:
         param = sharded_counterpart(parameter)
@@ -135,7 +137,7 @@ def _find_groups(optimizer: torch.optim.Optimizer, held: list[torch.Tensor], ide
         groups[FSDPParamGroup.of(param)] = None
     _refuse_local_numbers(optimizer, groups)
     _refuse_added(optimizer, {id(parameter) for parameter in held if sharded_counterpart(parameter) is None})
-    return _Held(identities, [weakref.ref(group) for group in groups])
+    return [weakref.ref(group) for group in groups]
 
 
 def _refuse_local_numbers(optimizer: torch.optim.Optimizer, groups: Iterable[FSDPParamGroup]) -> None:
@@ -150,11 +152,7 @@ def _refuse_local_numbers(optimizer: torch.optim.Optimizer, groups: Iterable[FSD
 
 def _refuse_added(optimizer: torch.optim.Optimizer, held: set[int]) -> None:
     """A parameter added to a sharded model later would differ between ranks after the first step."""
-    roots = (
-        [root for root in live_roots if any(group.mesh.size > 1 for group in root.schedule.order.groups)]
-        if held
-        else []
-    )
+    roots = [root for root in live_roots if any(group.mesh.size > 1 for group in root.schedule.groups)] if held else []
     for root in roots:
         for module in (one for reference in root.modules if (one := reference()) is not None):
             for fqn, parameter in added_parameters(module):
@@ -174,14 +172,15 @@ def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None
     Raises:
         RuntimeError: if the closure of the step left gradients that wait: the step has missed them.
     """
-    steps, known = plain_steps_of(optimizer), _held_by.get(optimizer)
+    known = _held_by.get(optimizer)
+    steps = None if known is None or known.steps is None else known.steps()
     if known is None or (steps is not None and steps.is_lent):  # the step around this one goes on
         return
     if len(args) > 1 or kwargs.get("closure") is not None:
         _check_gradients(optimizer, known)
     for reference in known.groups:
         if (group := reference()) is not None:
-            group.note_step()
+            group.versions.clear()
 
 
 def watch_optimizers() -> None:

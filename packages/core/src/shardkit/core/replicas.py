@@ -30,10 +30,10 @@ def broadcast_replicas(module: nn.Module) -> None:
     """
     for submodule in module.modules():
         if (state := state_of(submodule)) is not None:
-            state.refuse_unended("broadcast_replicas was called")
+            state.schedule.refuse_unended("broadcast_replicas was called")
             for group in state.groups:
                 group.reshard()
-                group.context.settle_gathers()
+                group.schedule.context.settle_gathers()
     for parameter in module.parameters():
         if isinstance(parameter, DTensor):
             for process_group in groups_of_copies(parameter):

@@ -122,7 +122,7 @@ NAMES: tuple[StockName, ...] = (
         "state",
         "_root_post_backward_final_callback",
         "torch pipelining",
-        lambda state: state.schedule.end_backward,
+        lambda state: state.end_backward,
         _ENGINE,
     ),
     StockName("state", "_auto_reshard_after_forward", "torch's tests", lambda state: state.auto_reshard, _SETTERS),
@@ -139,7 +139,7 @@ NAMES: tuple[StockName, ...] = (
     ),
     StockName("group", "mesh_info", "verl, torchtitan", _mesh_info, "fully_shard(mesh=...)"),
     StockName("group", "_training_state", "Transformer Engine, verl", _group_phase, _ENGINE),
-    StockName("group", "comm_ctx", "torch pipelining", lambda group: group.context, "share_comm_ctx()"),
+    StockName("group", "comm_ctx", "torch pipelining", lambda group: group.schedule.context, "share_comm_ctx()"),
     StockName("group", "_module_fqn", "error messages", lambda group: group.label, _ENGINE),
     StockName(
         "group",

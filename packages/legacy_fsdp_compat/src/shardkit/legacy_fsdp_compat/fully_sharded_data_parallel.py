@@ -393,12 +393,12 @@ class FullyShardedDataParallel(StateDictApi, OptimizerStateApi, nn.Module):
         initialise_root(self._state, same_names=False)
         if self._use_orig_params:
             adopt_early_optimizers([one._originals for one in units])
-        check = OrderCheck() if detailed_debugging() else None
+        if mine.order_check is None and detailed_debugging():
+            mine.order_check = OrderCheck()
         for state in mine.all_states:
             state.fqn = clean_name(f"{state.fqn}.").removesuffix(".")
             for group in state.groups:
                 group.label = clean_name(f"{group.label}.").removesuffix(".")
-                group.order_check = group.order_check or check
                 for param in group.params:
                     param.fqn = clean_name(param.fqn)
         label_alike([group for state in mine.all_states for group in state.groups])

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Placement
 
-from shardkit.core.engine.group import FSDPParamGroup
 from shardkit.core.engine.order_check import agree
+from shardkit.core.engine.room import Group
 from shardkit.core.parameters.param import FSDPParam, sharded_counterpart
 from shardkit.core.parameters.region import region_of
 from shardkit.core.torch_compat import like_dtensor, local_of, new_dtensor
@@ -178,7 +178,7 @@ class Unit:
         return parameter.param.form.unsharded(flat.view(parameter.param.shape)) if mine else None
 
 
-def label_alike(groups: Sequence[FSDPParamGroup]) -> None:
+def label_alike(groups: Sequence[Group]) -> None:
     """Labels groups alike on all ranks, where a rank has names of its own (collective over their ranks).
 
     Labels identify joint operations of ranks: over shared memory they are compared.

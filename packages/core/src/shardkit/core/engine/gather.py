@@ -4,256 +4,211 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Protocol
 
 import torch
 
 from shardkit.core import events
-from shardkit.core.engine.context import CommContext
 from shardkit.core.engine.order_check import agree
-from shardkit.core.engine.settings import Communication
-from shardkit.core.mesh import DataParallelMesh, PostForwardMesh
+from shardkit.core.engine.schedule import Schedule
+from shardkit.core.engine.settings import Communication, GroupSettings
+from shardkit.core.mesh import DataParallelMesh
 from shardkit.core.parameters.param import FSDPParam
-from shardkit.core.policies import CompressionPolicy
 from shardkit.core.runtime.choice import Transports, may_share_memory, transport_for
 from shardkit.core.runtime.collective import gather_alone
 from shardkit.core.runtime.lanes import Ticket
-from shardkit.core.runtime.plan import GatherItem, GatherPlan, Transport, plan_gather
+from shardkit.core.runtime.plan import GatherItem, GatherPlan, plan_gather
 from shardkit.core.runtime.sharding import ChunkLayout
 from shardkit.core.runtime.shared.segment import shared_if_possible
 from shardkit.core.torch_compat import versions_of
 
-__all__ = ["GroupGather"]
+__all__ = ["GatherPlans", "gather_bytes", "gather_kept", "gather_sharded", "share_shards"]
 
 
-class GroupGather:
-    """The gather of one group's parameters, from the shards or from the parts that a smaller group keeps.
+@dataclass(frozen=True, eq=False)
+class GatherPlans:
+    """The plans of a group's gathers, made from its parameters: after a load or a cast both are others.
 
     Attributes:
-        label: name of the group in messages.
-        context: the lanes that it shares with the other groups of its root.
+        params: the parameters.
+        items: of each parameter; empty ones of a parameter that is its own shard.
+        sharded: the plan of a gather over the shard group; None for a single rank, or without items.
+        kept: that of a gather of the parts that a smaller group keeps, from its first one on.
+        has_subclass: whether a tensor subclass decides at each gather what is sent.
     """
 
-    def __init__(
-        self,
-        params: list[FSDPParam],
-        mesh: DataParallelMesh,
-        device: torch.device,
-        post_forward_mesh: PostForwardMesh | None,
-        compression: CompressionPolicy | None,
-    ) -> None:
-        self.params = params
-        self.mesh = mesh
-        self.device = device
-        self.post_forward_mesh = post_forward_mesh
-        self.label = ", ".join(param.fqn for param in params[:1])
-        self.context = CommContext(device)
-        self._communication = Communication(compression)
-        self._transports: Transports | None = None  # chosen by the first gather
-        self._transports_of: Communication | None = None  # that they were chosen for
-        self._offloaded = any(param.offload is not None for param in params)
-        self._versions: list[int] = []  # of the shards, when the gather lane last waited for their writers
-        self._checked = False  # whether the parameters are where a gather needs them
-        self._plan: GatherPlan | None = None
-        self._items: list[list[GatherItem]] = []
-        self._kept_plan: GatherPlan | None = None
-        self._buffer_bytes: int | None = None
-        self._parameter_bytes: int | None = None
-        self._subclassed: bool | None = None
-        self._share_shards(self.params)
+    params: list[FSDPParam]
+    items: list[list[GatherItem]]
+    sharded: GatherPlan | None
+    has_subclass: bool
+    kept: GatherPlan | None = None
 
-    # -- what moves the bytes ------------------------------------------------------------------------------------------
-
-    @property
-    def communication(self) -> Communication:
-        """How its bytes are sent; a change takes effect at the next gather, and with the reductions after it."""
-        return self._communication
-
-    @communication.setter
-    def communication(self, communication: Communication) -> None:
-        if self._transports is not None:
-            self._transports.forget_residuals()
-        self._communication = communication
-        self.forget_plans()
-
-    def _chosen_transports(self) -> Transports:
-        """The transports, chosen by the first gather after a change (collective: ranks of the shard group meet)."""
-        if self._transports is None or self._transports_of is not self._communication:
-            with events.Waiting(self.label, "set-up"):
-                self._transports = self._communication.transports(self.mesh.shard_group, self.device, self.label)
-            self._transports_of = self._communication
-        return self._transports
-
-    def _share_shards(self, params: Sequence[FSDPParam]) -> None:
-        """Moves the shards of `params` into shared memory, if peers on this host are to gather them from there."""
-        group = self.mesh.shard_group
-        if group is None or not may_share_memory(group, self.device):
-            return
-        shards = {param: shard for param in params if (shard := param.shard_to_share) is not None}
-        for param, copy in zip(shards, shared_if_possible(list(shards.values()), self.label), strict=True):
-            param.move_shard(copy)
-
-    def forget_plans(self) -> None:
-        """Forgets what was worked out from the parameters: they are others now, or their shards."""
-        self._checked = False
-        self._plan = None
-        self._items = []
-        self._kept_plan = None
-        self._buffer_bytes = None
-        self._parameter_bytes = None
-        self._subclassed = None
-
-    # -- how much memory it takes --------------------------------------------------------------------------------------
-
-    @property
-    def unsharded_bytes(self) -> int:
-        """Bytes of the unsharded parameters while they have memory."""
-        if self._parameter_bytes is None:
-            self._parameter_bytes = sum(param.unsharded_bytes for param in self.params)
-        return self._parameter_bytes
-
-    @property
-    def _gather_bytes(self) -> int:
-        if self._buffer_bytes is None:
-            self._buffer_bytes = self._count_buffer_bytes()
-        return self._buffer_bytes + self.unsharded_bytes
-
-    def _count_buffer_bytes(self) -> int:
-        transport = self._chosen_transports().gather
-        if transport is None:
-            return 0
-        if self._plan is None and not self._has_subclass:
-            self._items = [param.items([]) for param in self.params]
-            self._plan = self._plan_sharded(transport)
-        plans = (plan for plan in (self._plan, self._kept_plan) if plan is not None)
+    @cached_property
+    def buffer_bytes(self) -> int:
+        """Bytes that a running gather takes besides the unsharded parameters."""
+        plans = (plan for plan in (self.sharded, self.kept) if plan is not None)
         return max((plan.transport.gather_buffer_bytes(plan) for plan in plans), default=0)
 
-    def _plan_sharded(self, transport: Transport) -> GatherPlan:
-        items = [item for each in self._items for item in each]
-        return plan_gather(items, transport, self.label, self.mesh.shard_rank)
+    @cached_property
+    def unsharded_bytes(self) -> int:
+        """Bytes of the unsharded parameters; not for subclasses, which decide that at each gather."""
+        return sum(param.unsharded_bytes for param in self.params)
 
-    # -- gathers -------------------------------------------------------------------------------------------------------
 
-    def note_step(self) -> None:
-        """Notes that an optimizer has stepped: fused and foreach kernels bump no version counter of a DTensor."""
-        self._versions = []
+class Gathered(Protocol):
+    """A parameter group, which `group.py` documents."""
 
-    @property
-    def written(self) -> bool:
-        """Whether the shards were written to since their last gather, or since `note_ordered`."""
-        return self._versions != self._current_versions()
+    params: list[FSDPParam]
+    mesh: DataParallelMesh
+    device: torch.device
+    label: str
+    settings: GroupSettings
+    schedule: Schedule[Any]
+    transports: tuple[Communication, Transports] | None
+    plans: GatherPlans | None
+    versions: list[int]
+    offloaded: bool
 
-    def note_ordered(self) -> None:
-        """Notes that later gathers of the lane are ordered after all writes to the shards so far."""
-        self._versions = self._current_versions()
 
-    def _current_versions(self) -> list[int]:
-        return versions_of([param.sharded_param for param in self.params])
+def share_shards(group: Gathered, params: Sequence[FSDPParam]) -> None:
+    """Moves the shards of `params` into shared memory, if peers on this host are to gather them from there."""
+    over = group.mesh.shard_group
+    if over is None or not may_share_memory(over, group.device):
+        return
+    shards = {param: shard for param in params if (shard := param.shard_to_share) is not None}
+    for param, copy in zip(shards, shared_if_possible(list(shards.values()), group.label), strict=True):
+        param.move_shard(copy)
 
-    def _gather_sharded(self) -> Ticket | None:
-        if not self._checked:
-            for param in self.params:
-                param.check_ready()
-            self._checked = True
-        before, self._versions = self._versions, self._current_versions()
-        transport = self._chosen_transports().gather
-        if self._items and not any(self._items):  # every parameter is its own shard
-            self._drop_kept()
-            return None
-        sources = [param.sources() for param in self.params]
-        self._drop_kept()
-        if not self._items or self._has_subclass:
-            items = [param.items(source) for param, source in zip(self.params, sources, strict=True)]
-            if items != self._items:
-                self._check_wire_sizes(items)
-                self._plan, self._buffer_bytes, self._items = None, None, items
-        if not any(self._items):
-            return None
-        lane = self.context.gathers
-        flat_sources = [source for each in sources for source in each]
-        read = flat_sources
-        if self._offloaded:
-            read = self.context.on_device(flat_sources, (item.dtype for each in self._items for item in each))
-        with lane.owning_memory():
-            with contextlib.nullcontext() if transport is None else transport.registered_memory():
-                for param, items_of in zip(self.params, self._items, strict=True):
-                    param.allocate(items_of)
-            targets = [target for param in self.params for target in param.targets]
-            if transport is not None and self._plan is None:
-                self._plan = self._plan_sharded(transport)
-            if self._plan is not None:
-                program = self._plan.transport.gather(self._plan, read, targets)
-            else:
-                program = gather_alone(read, targets)
-        if self._plan is None and not lane.has_streams:
-            next(program, None)
-            return None
-        if written := before != self._versions:
-            self.context.wait_for_writers()
-        # The inputs of fsdp_pre_all_gather are made on the current stream just before this.
-        ticket = lane.start(program, self.label, flat_sources, after_current=written or self._has_subclass)
-        if transport is not None and transport.peers_read_shards:
-            self.context.note_read_by_peers(ticket, transport)
-        return ticket
 
-    def _check_wire_sizes(self, items: list[list[GatherItem]]) -> None:
-        """Checks that ranks agree on the sizes that subclasses chose; different sizes would hang (collective).
+def _prepare(group: Gathered) -> tuple[Transports, GatherPlans]:
+    """The transports and plans, made by the first gather after a change (collective: ranks of the shard group meet)."""
+    chosen = group.transports
+    if chosen is None or chosen[0] is not group.settings.communication:
+        communication = group.settings.communication
+        with events.Waiting(group.label, "set-up"):
+            transports = communication.transports(group.mesh.shard_group, group.device, group.label)
+        chosen = group.transports = communication, transports
+    if group.plans is None:
+        for param in group.params:
+            param.check_ready()
+        has_subclass = any(param.subclass for param in group.params)
+        items = [] if has_subclass else [param.items([]) for param in group.params]
+        group.plans = _plan(group, chosen[1], items, has_subclass)
+    return chosen[1], group.plans
 
-        Raises:
-            ValueError: on every rank of the shard group.
-        """
-        uneven = [
-            (param, [(item.layout.numel, str(item.dtype)) for item in items_of])
-            for param, items_of in zip(self.params, items, strict=True)
-            if param.subclass is not None and param.layout.padded_numel != param.layout.numel
-        ]
-        if not uneven:
-            return
-        group = self.mesh.shard_group
-        if group is None or self._chosen_transports().gather is None:
-            return
-        if agree(repr([sent for _, sent in uneven]).encode(), group, self.device):
-            return
-        param = uneven[0][0]
-        assert param.subclass is not None
-        shapes = [tuple(shape) for shape in param.subclass.input_shapes]
-        raise ValueError(
-            f"parameter '{param.fqn}' of shape {tuple(param.shape)} is sharded unevenly over {group.size()} ranks, and "
-            f"its fsdp_pre_all_gather returned tensors of other sizes on other ranks, here {shapes}; pad them to "
-            f"the size for a full chunk, {param.layout.padded_local_shape}"
-        )
 
-    def _gather_kept(self) -> Ticket:
-        self._chosen_transports()  # for the reduction
-        lane = self.context.gathers
-        plan = self._plan_kept()
-        with lane.owning_memory():
-            with plan.transport.registered_memory():
-                for param in self.params:
-                    param.allocate([])
-            sources = [part for param in self.params for part in param.kept]
-            targets = [flat for param in self.params for flat in param.flats]
-            program = plan.transport.gather(plan, sources, targets)
-        # The lane has waited for the parts: they were copied before the memory was released.
-        return lane.start(program, self.label, after_current=False)
+def _plan(group: Gathered, transports: Transports, items: list[list[GatherItem]], has_subclass: bool) -> GatherPlans:
+    plan, sent = None, [item for each in items for item in each]
+    if transports.gather is not None and sent:
+        plan = plan_gather(sent, transports.gather, group.label, group.mesh.shard_rank)
+    return GatherPlans(group.params, items, plan, has_subclass)
 
-    def _plan_kept(self) -> GatherPlan:
-        smaller = self.post_forward_mesh
+
+def gather_bytes(group: Gathered, *, from_kept: bool) -> int:
+    """Bytes that the next gather takes besides the unsharded parameters."""
+    transports, plans = _prepare(group)
+    if from_kept:
+        plans = _with_kept(group, plans)
+    return 0 if transports.gather is None else plans.buffer_bytes
+
+
+def gather_sharded(group: Gathered) -> Ticket | None:
+    """Starts a gather from the shards. None if there is nothing to wait for."""
+    params = group.params
+    transports, plans = _prepare(group)
+    before, group.versions = group.versions, versions_of([param.sharded_param for param in params])
+    if group.settings.post_forward_mesh is not None:  # forward gathers the shards, and needs no kept parts
+        for param in params:
+            param.kept.clear()
+    if plans.has_subclass:
+        inputs = [param.sources() for param in params]
+        items = [param.items(sources) for param, sources in zip(params, inputs, strict=True)]
+        if items != plans.items:
+            _check_wire_sizes(group, transports, items)
+            plans = group.plans = _plan(group, transports, items, has_subclass=True)
+        sources = [source for each in inputs for source in each]
+    else:
+        sources = [source for param in params for source in param.sources()]
+    if not sources:  # every parameter is its own shard
+        return None
+    context = group.schedule.context
+    lane, transport = context.gathers, transports.gather
+    read = sources
+    if group.offloaded:
+        read = context.on_device(sources, (item.dtype for each in plans.items for item in each))
+    with lane.owning_memory():
+        with contextlib.nullcontext() if transport is None else transport.registered_memory():
+            for param, items_of in zip(params, plans.items, strict=True):
+                param.allocate(items_of)
+        targets = [target for param in params for target in param.targets]
+        if plans.sharded is not None:
+            program = plans.sharded.transport.gather(plans.sharded, read, targets)
+        else:
+            program = gather_alone(read, targets)
+    if plans.sharded is None and not lane.has_streams:
+        next(program, None)
+        return None
+    # The lane waits for the current stream only if that has written to the shards: everything that computes would delay
+    # the gather. The inputs of fsdp_pre_all_gather are always made there, just before this.
+    if written := before != group.versions:
+        context.wait_for_writers()
+    ticket = lane.start(program, group.label, sources, after_current=written or plans.has_subclass)
+    if transport is not None and transport.peers_read_shards:
+        context.note_read_by_peers(ticket, transport)
+    return ticket
+
+
+def _check_wire_sizes(group: Gathered, transports: Transports, items: list[list[GatherItem]]) -> None:
+    """Checks that ranks agree on the sizes that subclasses chose; different sizes would hang (collective).
+
+    Raises:
+        ValueError: on every rank of the shard group.
+    """
+    uneven = [
+        (param, [(item.layout.numel, str(item.dtype)) for item in items_of])
+        for param, items_of in zip(group.params, items, strict=True)
+        if param.subclass is not None and param.layout.padded_numel != param.layout.numel
+    ]
+    over = group.mesh.shard_group
+    if not uneven or over is None or transports.gather is None:
+        return
+    if agree(repr([sent for _, sent in uneven]).encode(), over, group.device):
+        return
+    param = uneven[0][0]
+    assert param.subclass is not None
+    shapes = [tuple(shape) for shape in param.subclass.input_shapes]
+    raise ValueError(
+        f"parameter '{param.fqn}' of shape {tuple(param.shape)} is sharded unevenly over {over.size()} ranks, and "
+        f"its fsdp_pre_all_gather returned tensors of other sizes on other ranks, here {shapes}; pad them to "
+        f"the size for a full chunk, {param.layout.padded_local_shape}"
+    )
+
+
+def gather_kept(group: Gathered) -> Ticket:
+    """Starts a gather from the parts that a smaller group keeps."""
+    _, plans = _prepare(group)  # transports of the reduction, too
+    plan = _with_kept(group, plans).kept
+    assert plan is not None
+    lane = group.schedule.context.gathers
+    with lane.owning_memory():
+        with plan.transport.registered_memory():
+            for param in group.params:
+                param.allocate([])
+        sources = [part for param in group.params for part in param.kept]
+        targets = [flat for param in group.params for flat in param.flats]
+        program = plan.transport.gather(plan, sources, targets)
+    # The lane has waited for the parts: they were copied before the memory was freed.
+    return lane.start(program, group.label, after_current=False)
+
+
+def _with_kept(group: Gathered, plans: GatherPlans) -> GatherPlans:
+    if plans.kept is None:
+        smaller = group.settings.post_forward_mesh
         assert smaller is not None
-        if self._kept_plan is None:
-            flats = [(param.fqn, flat) for param in self.params for flat in param.flats]
-            items = [GatherItem(fqn, ChunkLayout((flat.numel(),), 0, smaller.size), flat.dtype) for fqn, flat in flats]
-            transport = transport_for(smaller.group, self.device, self._communication.registered)
-            self._kept_plan = plan_gather(items, transport, self.label, smaller.rank)
-            self._buffer_bytes = None
-        return self._kept_plan
-
-    @property
-    def _has_subclass(self) -> bool:
-        if self._subclassed is None:
-            self._subclassed = any(param.subclass for param in self.params)
-        return self._subclassed
-
-    def _drop_kept(self) -> None:
-        if self.post_forward_mesh is not None:
-            for param in self.params:
-                param.kept.clear()
+        flats = [(param.fqn, flat) for param in group.params for flat in param.flats]
+        items = [GatherItem(fqn, ChunkLayout((flat.numel(),), 0, smaller.size), flat.dtype) for fqn, flat in flats]
+        transport = transport_for(smaller.group, group.device, group.settings.communication.registered)
+        plans = group.plans = replace(plans, kept=plan_gather(items, transport, group.label, smaller.rank))
+    return plans

@@ -4,36 +4,36 @@
     SHARDED ------------> GATHERING ----------> UNSHARDED
        ^  ^                   ^                  |  |  |
        |  |                   | unshard          |  |  | reshard(keep=True)
-       |  |                   '--- RELEASED <----'  |  v
+       |  |                   '---- CACHED <-----'  |  v
        |  '------------- reshard -------------------' KEPT    (this rank's part for a smaller group)
 
 `unshard` starts a gather and returns; `wait_for_unshard` finishes it and registers the unsharded parameters on the
-modules; `reshard` registers the sharded ones and frees the memory, or releases it: room.py, Note [Room].
-All three do nothing when there is nothing to do.
+modules; `reshard` registers the sharded ones and frees the memory, or leaves it CACHED: room.py, Note [Room]. All three
+do nothing when there is nothing to do. `_MOVES` has all transitions, and `free` is the only place that frees memory.
 """
 
 from __future__ import annotations
 
 import enum
+import functools
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import repeat
 from operator import attrgetter, is_not
-from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar, cast
 from weakref import WeakSet
 
 import torch
 from torch.autograd import profiler
 
-from shardkit.core import events
-from shardkit.core.engine.gather import GroupGather
-from shardkit.core.engine.order_check import OrderCheck
-from shardkit.core.engine.reduction import GradientReduction
-from shardkit.core.engine.room import Room
-from shardkit.core.engine.settings import GroupSettings
-from shardkit.core.engine.timetable import Prefetch
+from shardkit.core.engine import reduction
+from shardkit.core.engine.context import CommContext
+from shardkit.core.engine.gather import GatherPlans, gather_bytes, gather_kept, gather_sharded, share_shards
+from shardkit.core.engine.schedule import Schedule
+from shardkit.core.engine.settings import Communication, GroupSettings
 from shardkit.core.mesh import DataParallelMesh, PostForwardMesh
+from shardkit.core.parameters.gradient_hooks import check_gradients
 from shardkit.core.parameters.param import FSDPParam
 from shardkit.core.parameters.registration import (
     changed,
@@ -43,11 +43,15 @@ from shardkit.core.parameters.registration import (
     take_over,
 )
 from shardkit.core.policies import CompressionPolicy, MixedPrecisionPolicy
+from shardkit.core.runtime.choice import Transports
 from shardkit.core.runtime.lanes import Ticket
+from shardkit.core.runtime.plan import ReducePlan
 from shardkit.core.stock_names import answers_stock_names
-from shardkit.core.torch_compat import in_backward, outside_transforms, set_grad_enabled
+from shardkit.core.torch_compat import current_backward, outside_transforms, set_grad_enabled, versions_of
 
 __all__ = ["FSDPParamGroup", "GroupUser", "Phase", "Residence"]
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 # For C loops over a group's parameters in every step.
 _flats_of = attrgetter("flats")
@@ -61,9 +65,6 @@ class GroupUser(Protocol):
     index: int
     groups: list[FSDPParamGroup]
 
-    def refuse_unended(self, what: str, *, inside: bool = False) -> None:
-        """Raises if a forward or a backward of its root has not ended."""
-
     def add_group(self, group: FSDPParamGroup) -> None:
         """Makes the user gather and reshard `group` as well."""
 
@@ -74,8 +75,20 @@ class Residence(enum.Enum):
     SHARDED = enum.auto()
     GATHERING = enum.auto()
     UNSHARDED = enum.auto()
-    RELEASED = enum.auto()
+    CACHED = enum.auto()
     KEPT = enum.auto()
+
+
+_UNSHARDED = frozenset({Residence.GATHERING, Residence.UNSHARDED})
+_WITH_MEMORY = frozenset({*_UNSHARDED, Residence.CACHED})
+# A gather that fails, or is abandoned, goes back to where it began. Memory is freed twice where a gather never began.
+_MOVES = {
+    Residence.SHARDED: {Residence.GATHERING, Residence.SHARDED},
+    Residence.GATHERING: {Residence.UNSHARDED, Residence.SHARDED, Residence.KEPT},
+    Residence.UNSHARDED: {Residence.CACHED, Residence.SHARDED, Residence.KEPT},
+    Residence.CACHED: {Residence.GATHERING, Residence.SHARDED, Residence.KEPT},
+    Residence.KEPT: {Residence.GATHERING, Residence.SHARDED, Residence.KEPT},
+}
 
 
 class Phase(enum.Enum):
@@ -87,33 +100,30 @@ class Phase(enum.Enum):
     POST_BACKWARD = enum.auto()
 
 
-class ungraphed:  # noqa: N801 - a context manager, like torch.no_grad
-    """Runs a block without autograd, in a range "shardkit::<what> (<fqn>)" while a profiler runs.
+def _ungraphed(method: _F) -> _F:
+    """Runs a method of a group without autograd, in a range "shardkit::<method> (<fqn>)" while a profiler runs.
 
-    It replaces `torch.no_grad()`, which costs three times the host time, because groups enter it several times a step.
+    `torch.no_grad()` costs three times the host time, and groups do this several times a step.
     """
+    what = method.__name__.removeprefix("_")
 
-    def __init__(self, what: str, fqn: str) -> None:
-        self._range: Any = None
+    @functools.wraps(method)
+    def run(group: FSDPParamGroup, *args: Any, **kwargs: Any) -> Any:
         if getattr(profiler, "_is_profiler_enabled", False):
-            self._range = torch.profiler.record_function(f"shardkit::{what} ({fqn})")
-
-    def __enter__(self) -> None:
-        if self._range is not None:
-            self._range.__enter__()
-        self._before = torch.is_grad_enabled()
+            with torch.profiler.record_function(f"shardkit::{what} ({group.label})"), torch.no_grad():
+                return method(group, *args, **kwargs)
+        before = torch.is_grad_enabled()
         set_grad_enabled(False)
+        try:
+            return method(group, *args, **kwargs)
+        finally:
+            set_grad_enabled(before)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        set_grad_enabled(self._before)
-        if self._range is not None:
-            self._range.__exit__(kind, error, traceback)
+    return cast(_F, run)
 
 
 @answers_stock_names("group")
-class FSDPParamGroup(GroupGather):
+class FSDPParamGroup:
     """Parameters of one `fully_shard` call that share a mesh.
 
     Args:
@@ -124,6 +134,12 @@ class FSDPParamGroup(GroupGather):
         reshard_after_forward: whether forward frees the parameters.
         post_forward_mesh: the subgroup that holds the parameters between forward and backward, or None.
         compression: how parameters and gradients are rounded when sent, None for full precision.
+
+    Attributes:
+        label: name of the group in messages.
+        schedule: that of its root: lanes, room, and whether an iteration runs.
+        ticket: the gather under way, or the one that filled the memory.
+        forward_users, backward_users: states that are in forward or backward; a tied parameter's group has several.
     """
 
     def __init__(
@@ -136,29 +152,34 @@ class FSDPParamGroup(GroupGather):
         post_forward_mesh: PostForwardMesh | None,
         compression: CompressionPolicy | None = None,
     ) -> None:
-        super().__init__(params, mesh, device, post_forward_mesh, compression)
+        self.params = params
         for param in params:
             param.group = weakref.ref(self)
-        self.mp_policy = mp_policy
-        self.settings = GroupSettings(reshard_after_forward)
+        self.mesh = mesh
+        self.device = device
+        self.label = ", ".join(param.fqn for param in params[:1])
+        communication = Communication(compression)
+        self.settings = GroupSettings(reshard_after_forward, mp_policy, post_forward_mesh, communication)
+        self.schedule: Schedule[Any] = Schedule(CommContext(device))
         self.users: WeakSet[GroupUser] = WeakSet()
-        self.order_check: OrderCheck | None = None
-        self.room = Room(Prefetch())
-        self.taken = 0
+        self.counts_toward_depth = mesh.shard_size > 1
+        self.taken = 0  # of the room
         self.residence = Residence.SHARDED
         self.phase = Phase.IDLE
-        # Bookkeeping of states and of the iteration: several states use a group when it holds a tied parameter.
-        self.counts_toward_depth = mesh.shard_size > 1
-        self.prefetched = False
-        self.forward_users = 0
+        self.forward_users: set[int] = set()
         self.backward_users: set[int] = set()
+        self.prefetched = False
         self.held_by_user = False  # since an explicit unshard
+        self.transports: tuple[Communication, Transports] | None = None  # and the settings that they were chosen for
+        self.plans: GatherPlans | None = None
+        self.reduce_plans: dict[tuple[Any, ...], ReducePlan] = {}
+        self.offloaded = any(param.offload is not None for param in params)
+        self.versions: list[int] = []  # of the shards, when the gather lane last waited for their writers
+        self.ticket: Ticket | None = None
+        self._readers: tuple[Any, ...] = ()  # events of the readers of CACHED memory
         self._accumulating = False
-        self._reduction = GradientReduction(mesh, self.params)
         self._reducing: list[Ticket] = []
-        self._ticket: Ticket | None = None  # of the gather under way
-        self._gathered: Ticket | None = None  # of the gather that filled the memory
-        self._readers: tuple[Any, ...] = ()  # events of the readers of released memory
+        share_shards(self, self.params)
 
     @staticmethod
     def of(param: FSDPParam) -> FSDPParamGroup:
@@ -171,33 +192,36 @@ class FSDPParamGroup(GroupGather):
         """Moves a parameter into a new group with the same settings; call it before anything is gathered."""
         assert self.residence is Residence.SHARDED, self.label
         self.params.remove(param)
-        self.forget_plans()
-        group = FSDPParamGroup(
-            [param],
-            self.mesh,
-            self.device,
-            self.mp_policy,
-            self.settings.reshard_after_forward,
-            self.post_forward_mesh,
-        )
+        self.plans = None
+        group = FSDPParamGroup([param], self.mesh, self.device, self.mp_policy, True, None)
         group.settings = self.settings
-        group.communication = self.communication
         return group
 
     def change(self, **settings: Any) -> None:
         """Changes some settings, from the next gather or reduction on."""
+        if self.residence is Residence.KEPT and "post_forward_mesh" in settings:
+            self.reshard()
         self.settings = replace(self.settings, **settings)
-        if "keep_unsharded_storage" in settings and not self.has_memory:  # its memory may have been kept so far
-            self._free_storage()
+        if "communication" in settings:
+            self.plans = None
+            if self.transports is not None:
+                self.transports[1].forget_residuals()
+        if "keep_unsharded_storage" in settings and self.residence not in _WITH_MEMORY:
+            self.free()  # memory that was kept so far
+
+    @property
+    def mp_policy(self) -> MixedPrecisionPolicy:
+        """The dtypes of parameters and gradients (stock's name)."""
+        return self.settings.mp_policy
 
     def set_mixed_precision(self, policy: MixedPrecisionPolicy) -> None:
         """Sets the dtypes of parameters and gradients from the next gather on; call it between iterations."""
         self.reshard()
-        self.mp_policy = policy
+        self.settings = replace(self.settings, mp_policy=policy)
         self._accumulating = self._accumulating or self.has_gradients
         for param in self.params:
             param.set_mixed_precision(policy)
-        self.forget_plans()
+        self.plans = None
 
     # -- how much memory it takes --------------------------------------------------------------------------------------
 
@@ -206,31 +230,31 @@ class FSDPParamGroup(GroupGather):
         """Whether a forward, a backward or the user requires it to stay as it is."""
         return bool(self.forward_users or self.backward_users or self.held_by_user)
 
+    @property
+    def is_unsharded(self) -> bool:
+        """Whether unsharded memory is held: gathered, or being gathered."""
+        return self.residence in _UNSHARDED
+
+    @property
+    def unsharded_bytes(self) -> int:
+        """Bytes of the unsharded parameters while they have memory."""
+        if self.plans is None or self.plans.has_subclass:
+            return sum(param.unsharded_bytes for param in self.params)
+        return self.plans.unsharded_bytes
+
     def bytes_when_used(self, *, in_backward: bool) -> int:
         """Bytes that the gather takes that its next use needs.
 
         The size that a tensor subclass sends is known after its first gather; until then the parameter's size counts.
         """
-        if self.residence is Residence.KEPT and in_backward:
-            self._plan_kept()
-        return self._gather_bytes
-
-    def report_use(self) -> None:
-        """Tells tools whether the group had been prefetched for this use, or kept since its last use."""
-        if events.hub.active:
-            events.emit((events.PrefetchHit if self.has_memory else events.PrefetchMiss)(self.label))
+        from_kept = in_backward and self.residence is Residence.KEPT
+        return gather_bytes(self, from_kept=from_kept) + self.unsharded_bytes
 
     # -- unshard and reshard -------------------------------------------------------------------------------------------
 
-    @property
-    def is_unsharded(self) -> bool:
-        """Whether unsharded memory is held: gathered, or being gathered."""
-        return self.residence is Residence.GATHERING or self.residence is Residence.UNSHARDED
-
-    @property
-    def has_memory(self) -> bool:
-        """`is_unsharded`, or whether it was released and its memory still exists."""
-        return self.is_unsharded or self.residence is Residence.RELEASED
+    def _move_to(self, residence: Residence) -> None:
+        assert residence in _MOVES[self.residence], f"{self.label}: {self.residence} -> {residence}"
+        self.residence = residence
 
     @outside_transforms
     def unshard(self, *, in_backward: bool = False, ahead: bool = False) -> bool:
@@ -238,33 +262,79 @@ class FSDPParamGroup(GroupGather):
 
         In forward the gather starts from the sharded parameters, which an optimizer or a load may have changed; only
         backward uses the parts kept after forward. For the same reason forward gathers again if they were written to
-        since the last gather began, for example by a step after a forward without a backward. Released memory is taken
+        since the last gather began, for example by a step after a forward without a backward. CACHED memory is taken
         back.
 
         Returns:
             False if it was to be gathered `ahead` of use, and there is no room.
         """
-        if self.has_memory:
+        room = self.schedule.room
+        if self.residence in _WITH_MEMORY:
             if in_backward or not self.written:
-                self.room.take_back(self)
-                if self.residence is Residence.RELEASED:
-                    self.residence = Residence.GATHERING
+                room.take_back(self)
+                if self.residence is Residence.CACHED:
+                    self._move_to(Residence.GATHERING)
                 return True
             self.reshard()
-        if not self.room.take(self, in_backward=in_backward, ahead=ahead):
+        if not room.take(self, in_backward=in_backward, ahead=ahead):
             return False
-        with ungraphed("unshard", self.label):
-            from_kept = in_backward and self.residence is Residence.KEPT
-            if self.order_check is not None:
-                self.context.catch_up()
-                self.order_check.record("all-gather", self.label, self.mesh.shard_group, self.device)
-            try:
-                self._ticket = self._gather_kept() if from_kept else self._gather_sharded()
-            except BaseException:
-                self._free()
-                raise
-        self.residence = Residence.GATHERING
+        self._unshard(from_kept=in_backward and self.residence is Residence.KEPT)
         return True
+
+    @_ungraphed
+    def _unshard(self, *, from_kept: bool) -> None:
+        if (check := self.schedule.order_check) is not None:
+            self.schedule.context.catch_up()
+            check.record("all-gather", self.label, self.mesh.shard_group, self.device)
+        try:
+            self.ticket = gather_kept(self) if from_kept else gather_sharded(self)
+        except BaseException:
+            self.free()
+            raise
+        self._move_to(Residence.GATHERING)
+
+    @property
+    def written(self) -> bool:
+        """Whether the shards were written to since their last gather, or since the lane last waited for writers.
+
+        An optimizer's step clears `versions`, because fused and foreach kernels bump no version counter of a DTensor.
+        """
+        return self.versions != versions_of([param.sharded_param for param in self.params])
+
+    @outside_transforms
+    def wait_for_unshard(self) -> None:
+        """Waits for a started gather and registers the unsharded parameters. No-op if none was started.
+
+        Every forward and backward calls this before it uses the parameters. On streams the current stream waits, even
+        if another one has already waited.
+        """
+        if self.residence is Residence.GATHERING:
+            self._wait_for_unshard()
+        elif self.residence is Residence.UNSHARDED:
+            pass_on_freezing(self.params)
+            if self.ticket is not None:
+                self.ticket.wait()
+
+    @_ungraphed
+    def _wait_for_unshard(self) -> None:
+        self._end_gather()
+        if self.settings.post_forward_mesh is not None:
+            for param in self.params:
+                param.kept.clear()
+        register_unsharded(self.params)
+        self._move_to(Residence.UNSHARDED)
+        self.schedule.room.note_gathered(self)
+
+    def _end_gather(self) -> None:
+        """Waits for the gather under way. If it fails, its memory is freed."""
+        if self.ticket is not None:
+            try:
+                self.ticket.wait()
+            except BaseException:
+                ticket, self.ticket = self.ticket, None  # which nobody has read
+                ticket.abandon()  # after Ctrl-C transfers may still write to memory that is freed here
+                self.free()
+                raise
 
     @outside_transforms
     def sweep(self, *, loading: bool = False) -> None:
@@ -282,107 +352,56 @@ class FSDPParamGroup(GroupGather):
         if self.residence is not Residence.SHARDED and (found or self.written):
             self.reshard()
         if found:
-            self.forget_plans()
-            self._share_shards([param for param in found if take_over(param, loading=loading)])
+            self.plans = None
+            share_shards(self, [param for param in found if take_over(param, loading=loading)])
 
     @outside_transforms
-    def wait_for_unshard(self) -> None:
-        """Waits for a started gather and registers the unsharded parameters. No-op if none was started.
-
-        Every forward and backward calls this before it uses the parameters. On streams the current stream waits, even
-        if another one has already waited.
-        """
-        if self.residence is not Residence.GATHERING:
-            if self.residence is Residence.UNSHARDED:
-                pass_on_freezing(self.params)
-                if self._gathered is not None:
-                    self._gathered.wait()
-            return
-        with ungraphed("wait_for_unshard", self.label):
-            if self._ticket is None and self._gathered is not None:  # taken back: this stream may not have waited yet
-                self._gathered.wait()
-            self._end_gather()
-            self._drop_kept()
-            register_unsharded(self.params)
-            if self._has_subclass:
-                self._parameter_bytes = None
-        self.residence = Residence.UNSHARDED
-        self.room.note_gathered(self)
-
-    @outside_transforms
-    def reshard(self, *, keep: bool = False, release: bool = False, awaited: bool = False) -> None:
+    def reshard(self, *, keep: bool = False, cache: bool = False, awaited: bool = False) -> None:
         """Registers the sharded parameters and frees the unsharded ones.
 
-        With `keep`, and a smaller group to reshard to, this rank's part for that group is kept. With `release` the
-        memory is kept until another gather needs it, if that is possible; `awaited` if backward will use it.
+        With `keep`, and a smaller group to reshard to, this rank's part for that group is kept. With `cache` the memory
+        stays until another gather needs it, if that is possible; `awaited` if backward will use it.
         """
-        if self.residence is Residence.SHARDED:
+        if self.residence is Residence.SHARDED or (cache and self.residence is Residence.CACHED):
             return
-        if self.residence is Residence.RELEASED:
-            if release:
-                return
-            self.free_idle()
         self.prefetched = self.held_by_user = False
-        release = release and self.room.may_release(self) and not self._has_subclass
-        self._end_gather()
-        was_unsharded = self.residence is Residence.UNSHARDED
-        self.residence = Residence.SHARDED
+        if self.residence is Residence.GATHERING:
+            self._end_gather()
         register_sharded(self.params)
-        if was_unsharded and keep and self.post_forward_mesh is not None:
-            smaller = self.post_forward_mesh
+        unsharded = self.residence is Residence.UNSHARDED
+        if (smaller := self.settings.post_forward_mesh) is not None:
             with torch.no_grad():
                 for param in self.params:
-                    param.keep_part(smaller.size, smaller.rank)
-            self.residence = Residence.KEPT
+                    if keep and unsharded:
+                        param.keep_part(smaller.size, smaller.rank)
+                    else:
+                        param.kept.clear()
+        cache = cache and unsharded and self.plans is not None and not self.plans.has_subclass
+        if cache and self.schedule.room.cache(self, awaited=awaited):
+            # Now, not when the memory is freed: that waits for these readers and for nothing that runs after them.
+            self._readers = () if self.ticket is None else self.ticket.reader_events()
+            self._move_to(Residence.CACHED)
         else:
-            self._drop_kept()
-        if release and was_unsharded:
-            self.residence = Residence.RELEASED
-            self._readers = self._reader_events()
-            self.room.release(self, awaited=awaited)
-            return
-        self._free()
+            self.free()
 
-    def free_idle(self) -> None:
-        """Frees the memory of a group that is not in use; what is kept for a smaller group stays."""
-        if self.residence is not Residence.RELEASED:
-            self.reshard()
-            return
-        keeps = self.post_forward_mesh is not None and any(param.kept for param in self.params)
-        self.residence = Residence.KEPT if keeps else Residence.SHARDED
-        self._free_after(self._readers)
+    def free(self) -> None:
+        """Frees the memory of unsharded parameters. Their module has registered the sharded ones before.
 
-    def _free_storage(self) -> None:
-        if not self.settings.keep_unsharded_storage:
-            for param in self.params if self._has_subclass else filter(_flats_of, self.params):
-                param.free()
-
-    def _end_gather(self) -> None:
-        """Waits for the gather in flight, if there is one. If it fails, the group stays sharded."""
-        ticket, self._ticket = self._ticket, None
-        if ticket is None:
-            return
-        try:
-            ticket.wait()
-        except BaseException:
-            ticket.abandon()  # after Ctrl-C transfers may still write to memory that is freed here
-            self.residence = Residence.SHARDED
-            self._free()
-            raise
-        self._gathered = ticket
-
-    def _reader_events(self) -> tuple[Any, ...]:
-        return () if self._gathered is None else self._gathered.reader_events()
-
-    def _free(self) -> None:
-        self._free_after(self._reader_events())
-
-    def _free_after(self, readers: tuple[Any, ...]) -> None:
+        The memory belongs to the gather lane, which first waits for the streams that have read it; the next gather may
+        take it over at once: lanes.py, Note [Who owns memory].
+        """
+        readers = self._readers
+        if self.residence is not Residence.CACHED and self.ticket is not None:
+            readers = self.ticket.reader_events()
         for event in readers:
-            self.context.gathers.wait_event(event)
-        self._gathered, self._readers = None, ()
-        self._free_storage()
-        self.room.give_back(self)
+            self.schedule.context.gathers.wait_event(event)
+        self.ticket, self._readers = None, ()
+        if not self.settings.keep_unsharded_storage:
+            for param in filter(_flats_of, self.params):
+                param.free()
+        keeps = self.settings.post_forward_mesh is not None and any(param.kept for param in self.params)
+        self._move_to(Residence.KEPT if keeps else Residence.SHARDED)
+        self.schedule.room.give_back(self)
 
     # -- gradients -----------------------------------------------------------------------------------------------------
 
@@ -392,56 +411,70 @@ class FSDPParamGroup(GroupGather):
             param.defer_cast(will_reduce=self.settings.reduce_grads)
 
     @outside_transforms
-    def post_backward(self, *, keep: bool = False, release: bool = False) -> None:
+    @_ungraphed
+    def post_backward(self, *, keep: bool = False, cache: bool = False) -> None:
         """Reshards, and starts reducing the gradients that backward left (collective over the shard group). Idempotent.
 
         With `keep` the parameters stay unsharded: another backward will read them through this one's graph. With
-        `release` their memory is kept until another gather, or the reduction, needs it.
+        `cache` their memory stays until another gather, or the reduction, needs it.
         """
         self.phase = Phase.POST_BACKWARD
-        with ungraphed("post_backward", self.label):
-            if not self.settings.reduce_grads:
-                self._accumulating = True
-                for param in self.params:
-                    param.accumulate_unsharded()
-                self._end_deferring()
-                self.reshard_after_use(keep=keep, release=release)
-                return
-            params, gradients = self._take_gradients(self.settings)
-            self._end_deferring()
-            self.reshard_after_use(keep=keep, release=release)
+        reduces, params, gradients = self.settings.reduce_grads, list[FSDPParam](), list[torch.Tensor]()
+        if reduces:
+            params, gradients = reduction.take_gradients(self.params, self.settings, alike=self._accumulating)
+        else:
+            for param in self.params:
+                param.accumulate_unsharded()
+        self._accumulating = not reduces
+        for param in filter(_may_defer, self.params):
+            param.end_deferring()
+        self.reshard_after_use(keep=keep, cache=cache)
+        if gradients:
             self._reduce(params, gradients, self.settings)
 
     @outside_transforms
+    @_ungraphed
     def synchronize_gradients(self) -> None:
         """Reduces all gradients that have yet to be reduced, whatever the settings are (collective)."""
-        if self._accumulating or self.has_gradients or self._reduction.has_partial:
+        if self._accumulating or self.has_gradients or self.has_partial:
             settings = replace(self.settings, reduce_grads=True, all_reduce_grads=True)
-            with ungraphed("synchronize_gradients", self.label):
-                self._reduce(*self._take_gradients(settings), settings)
+            params, gradients = reduction.take_gradients(self.params, settings, alike=self._accumulating)
+            self._accumulating = False
+            if gradients:
+                self._reduce(params, gradients, settings)
 
-    def _take_gradients(self, settings: GroupSettings) -> tuple[list[FSDPParam], list[torch.Tensor]]:
-        params, gradients = self._reduction.take_gradients(settings, alike=self._accumulating)
-        self._accumulating = False
-        return params, gradients
-
-    def _end_deferring(self) -> None:
-        for param in filter(_may_defer, self.params):
-            param.end_deferring()
+    def _reduce(self, params: list[FSDPParam], gradients: list[torch.Tensor], settings: GroupSettings) -> None:
+        context = self.schedule.context
+        if (check := self.schedule.order_check) is not None:
+            context.catch_up()
+            label = ", ".join(param.fqn for param in params)
+            check.record("reduce-scatter", label, self.mesh.shard_group, self.device)
+            if settings.all_reduce_grads and settings.native_all_reduce:
+                for replicas in self.mesh.replicate_groups:
+                    check.record("all-reduce", label, replicas, self.device)
+        assert self.transports is not None, self.label  # a gather came before
+        transport = self.transports[1].reduce
+        for ticket in self._reducing:
+            if not ticket.done:  # its backward was not the last: as in stock, sums do not pile up
+                ticket.wait()
+        self._reducing.clear()
+        for bucket in reduction.buckets(self.mesh, params, gradients, transport, settings):
+            context.free_inputs(but=settings.max_reduce_inputs - 1)  # before memory for others is allocated
+            self._reducing.append(context.reduce(reduction.program(self, bucket, transport, settings), self.label))
 
     def finalize_backward(self) -> None:
         """After all backwards of a step: reduces remaining gradients, if gradient sync is on by now, and reshards."""
-        if self._accumulating or self.has_gradients or (self._reduction.has_partial and self.settings.all_reduce_grads):
+        if self._accumulating or self.has_gradients or (self.has_partial and self.settings.all_reduce_grads):
             self.post_backward()
             self.phase = Phase.IDLE
         else:
             self.reshard_after_use(keep=False)
 
-    def reshard_after_use(self, *, keep: bool, release: bool = False) -> None:
+    def reshard_after_use(self, *, keep: bool, cache: bool = False) -> None:
         """Reshards when backward no longer needs the parameters."""
         if self.settings.reshard_after_backward and not (self.forward_users or self.prefetched or keep):
-            self.reshard(release=release)
-        self.room.make_room()  # a reduction follows, and takes memory before the next gather does
+            self.reshard(cache=cache)
+        self.schedule.room.make_room()  # a reduction follows, and takes memory before the next gather does
 
     @property
     def has_gradients(self) -> bool:
@@ -449,76 +482,57 @@ class FSDPParamGroup(GroupGather):
         gradients = map(getattr, map(_unsharded_of, self.params), repeat("grad"), repeat(None))
         return any(map(is_not, gradients, repeat(None)))
 
-    def check_reduced(self) -> None:
-        """Raises if a backward has left gradients here that our hooks have not seen.
+    @property
+    def has_partial(self) -> bool:
+        """HSDP: whether a sum over the shard group waits for its all-reduce."""
+        return bool(self.mesh.replicate_axes) and any(param.partial is not None for param in self.params)
+
+    def check_step(self) -> list[FSDPParam]:
+        """Before an optimizer steps: waits for readers of the shards, and finds gradients that it would miss.
+
+        Returns:
+            The parameters with gradients that an earlier backward has left unreduced, or summed over shards only.
 
         Raises:
-            RuntimeError: with the FQN of a parameter whose gradient would be missing from the optimizer's step.
+            RuntimeError: with the FQN of a parameter whose gradient would be missing from the step.
         """
-        if self.context.finalization is not None:
+        schedule = self.schedule
+        if schedule.context.finalization is not None:
             raise RuntimeError(
                 f"an optimizer steps while the gradients of '{self.label}' are being reduced; call wait() on the "
                 "handle of finalize_backward(async_op=True) first"
             )
-        if not in_backward():
-            self.refuse_unended("an optimizer steps")
-            if self._ticket is not None:  # a gather under way reads the shards, and so do peers
-                self._ticket.wait()
-                self.context.settle_gathers()
-        if not self.settings.reduce_grads or self._accumulating or self.phase is not Phase.IDLE:
-            return
-        if self.has_gradients:
-            param = next(one for one in self.params if getattr(one.unsharded_param, "grad", None) is not None)
+        if current_backward() == -1:
+            if schedule.forward is not None or schedule.backward is not None:
+                schedule.refuse_unended("an optimizer steps")
+            if self.residence is Residence.GATHERING and self.ticket is not None:
+                self.ticket.wait()  # a gather under way reads the shards, and so do peers
+                schedule.context.settle_gathers()
+        check_gradients(self.params)
+        if self._accumulating or not self.settings.reduce_grads or self.phase is not Phase.IDLE:
+            missed = None
+        else:
+            missed = next((one for one in self.params if getattr(one.unsharded_param, "grad", None) is not None), None)
+        if missed is not None:
             raise RuntimeError(
-                f"the gradient of parameter '{param.fqn}' was not reduced: backward entered '{self.label}' through "
+                f"the gradient of parameter '{missed.fqn}' was not reduced: backward entered '{self.label}' through "
                 "a tensor that is neither an output of a sharded module nor kept on one. Return the tensor from "
                 "the module's forward, or set it as an attribute of the module"
             )
-
-    @property
-    def pending(self) -> list[FSDPParam]:
-        """The parameters with gradients that an earlier backward has left unreduced, or summed over shards only."""
-        if not self._accumulating and not self._reduction.has_partial:
+        if not self._accumulating and not self.mesh.replicate_axes:
             return []
         return [param for param in self.params if any(one is not None for one in param.pending)]
 
-    def refuse_unended(self, what: str) -> None:
-        """Raises if a forward or a backward of its root has not ended."""
-        for user in self.users:
-            user.refuse_unended(what)
-
-    def _reduce(self, params: list[FSDPParam], gradients: list[torch.Tensor], settings: GroupSettings) -> None:
-        if not gradients:
-            return
-        if self.order_check is not None:
-            self.context.catch_up()
-            label = ", ".join(param.fqn for param in params)
-            self.order_check.record("reduce-scatter", label, self.mesh.shard_group, self.device)
-            if settings.all_reduce_grads and settings.native_all_reduce:
-                for replicas in self.mesh.replicate_groups:
-                    self.order_check.record("all-reduce", label, replicas, self.device)
-        assert self._transports is not None, self.label  # a gather came before
-        transport = self._transports.reduce
-        earlier, self._reducing = self._reducing, []
-        for ticket in earlier:
-            if not ticket.done:  # its backward was not the last: as in stock, sums do not pile up
-                ticket.wait()
-        for bucket in self._reduction.buckets(params, gradients, transport, settings):
-            self.context.free_inputs(but=settings.max_reduce_inputs - 1)  # before memory for others is allocated
-            program = self._reduction.program(bucket, self.label, transport, settings)
-            self._reducing.append(self.context.reduce(program, self.label))
-
     def abandon(self) -> None:
         """Recovery: abandons a gather in flight, reshards, and drops unsharded gradients and partial sums."""
-        if self._ticket is not None:
-            self._ticket.abandon()
-            self._gathered, self._ticket = self._ticket, None
-        self.forward_users = 0
+        if self.residence is Residence.GATHERING and self.ticket is not None:
+            self.ticket.abandon()
+        self.forward_users.clear()
         self.backward_users.clear()
         self.reshard()
         self._accumulating = False
-        if self._transports is not None:
-            self._transports.forget_residuals()
+        if self.transports is not None:
+            self.transports[1].forget_residuals()
         for param in self.params:
             param.forget_gradients()
         self.phase = Phase.IDLE

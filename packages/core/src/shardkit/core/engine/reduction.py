@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import compress, repeat
 from operator import attrgetter, eq, is_, is_not
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from shardkit.core.runtime.plan import Mean, ReduceItem, ReducePlan, Transport, 
 from shardkit.core.runtime.storage import note_allocated, note_freed
 from shardkit.core.torch_compat import GRAD_DTYPE_DECIDES
 
-__all__ = ["Bucket", "Division", "GradientReduction", "division_for"]
+__all__ = ["Bucket", "Division", "buckets", "division_for", "program", "take_gradients"]
 
 
 _dtype_of = attrgetter("dtype")
@@ -67,164 +67,13 @@ def division_for(size: int, dtype: torch.dtype, factor: float | None, force_sum:
     return Division(dist.ReduceOp.SUM, before=before, after_all=total / before)
 
 
-class GradientReduction:
-    """Reduces the gradients of one group's parameters. Holds plans.
+class Reduced(Protocol):
+    """A parameter group, which `group.py` documents."""
 
-    Args:
-        mesh: its shard group reduce-scatters and its replicate groups all-reduce.
-        params: the group's parameters, in an order that is the same on all ranks.
-    """
-
-    def __init__(self, mesh: DataParallelMesh, params: list[FSDPParam]) -> None:
-        self.mesh = mesh
-        self._params = params
-        self._plans: dict[tuple[Any, ...], ReducePlan] = {}
-
-    @property
-    def has_partial(self) -> bool:
-        """HSDP: whether a sum over the shard group waits for its all-reduce."""
-        return bool(self.mesh.replicate_axes) and any(param.partial is not None for param in self._params)
-
-    def take_gradients(self, settings: GroupSettings, *, alike: bool) -> tuple[list[FSDPParam], list[torch.Tensor]]:
-        """Takes the unsharded gradients from their parameters, and returns both.
-
-        With `alike` some were accumulated in the dtype of sums and some are fresh, which may differ by rank; they are
-        cast to the same dtype.
-
-        Raises:
-            RuntimeError: for a sparse one; the message has the FQN.
-        """
-        zeros_if_unused, all_reduces = settings.reduce_unused_params, settings.all_reduce_grads
-        taken = [param.take_gradient(zeros_if_unused, all_reduces) for param in self._params]
-        params = [*compress(self._params, map(is_not, taken, repeat(None)))]
-        gradients = [gradient for gradient in taken if gradient is not None]
-        if not all(map(is_, map(_layout_of, gradients), repeat(torch.strided))):
-            pairs = zip(params, gradients, strict=True)
-            fqn, layout = next((one.fqn, own.layout) for one, own in pairs if own.layout is not torch.strided)
-            raise RuntimeError(
-                f"the gradient of parameter '{fqn}' is sparse ({layout}); expected a dense one, as ranks reduce rows "
-                "in place. Build the embedding with sparse=False, or pass the parameter in ignored_params and reduce "
-                "its gradient yourself"
-            )
-        if alike:
-            gradients = [one.to(param.sums_dtype or one.dtype) for param, one in zip(params, gradients, strict=True)]
-        return params, gradients
-
-    def buckets(
-        self,
-        params: Sequence[FSDPParam],
-        gradients: list[torch.Tensor],
-        transport: Transport | None,
-        settings: GroupSettings,
-    ) -> list[Bucket]:
-        """The gradients of each dtype, in an order that is the same on all ranks.
-
-        Takes the gradients out of their list. Those of a single rank are delivered at once, without a bucket.
-        """
-        common = self._common_dtype(params, gradients) if GRAD_DTYPE_DECIDES else None
-        dtypes = [*map(_dtype_of, gradients)]
-        sums = [common or param.sums_dtype or dtype for param, dtype in zip(params, dtypes, strict=True)]
-        kinds = [*zip(dtypes, sums, strict=True)]
-        buckets = [
-            Bucket(
-                [*compress(params, map(eq, kinds, repeat(kind)))],
-                [*compress(gradients, map(eq, kinds, repeat(kind)))],
-                *kind,
-                division_for(self.mesh.size, kind[1], settings.gradient_divide_factor, settings.force_sum_reduction),
-            )
-            for kind in dict.fromkeys(kinds)
-        ]
-        gradients.clear()
-        if transport is None and not self.mesh.replicate_groups and settings.all_reduce_hook is None:
-            for bucket in buckets:
-                _deliver_unreduced(bucket)
-            return []
-        return buckets
-
-    def _common_dtype(self, params: Sequence[FSDPParam], gradients: list[torch.Tensor]) -> torch.dtype:
-        """The dtype that holds the sums of all `gradients` of a group, and partial sums that wait for an all-reduce."""
-        dtypes = {param.sums_dtype or gradient.dtype for param, gradient in zip(params, gradients, strict=True)}
-        dtypes.update(param.partial.dtype for param in params if param.partial is not None)
-        return functools.reduce(torch.promote_types, dtypes)
-
-    def program(self, bucket: Bucket, label: str, transport: Transport | None, settings: GroupSettings) -> Program:
-        """The program that reduces `bucket` and delivers its sums. Packs its gradients now, on the current stream."""
-        division = bucket.division
-        if transport is None:
-            sizes = [gradient.numel() for gradient in bucket.gradients]
-            scatter = _copy_all(bucket.gradients, bucket.dtype, division, label)
-            return self._reduced(bucket, scatter, lambda output: output.split(sizes), label, settings)
-        plan = self._plan_for(bucket, label, transport)
-        mean = Mean(division.op, division.before, division.after_scatter)
-        scatter = plan.transport.reduce(plan, bucket.gradients, mean)
-        return self._reduced(bucket, scatter, plan.output_views, label, settings)
-
-    def _plan_for(self, bucket: Bucket, label: str, transport: Transport) -> ReducePlan:
-        key = (bucket.grad_dtype, bucket.dtype, transport, *map(id, bucket.params))
-        plan = self._plans.get(key)
-        if plan is None:
-            if len(self._plans) >= _MOST_PLANS:
-                self._plans.clear()
-            items = [ReduceItem(param.fqn, param.layout) for param in bucket.params]
-            places = {param: place for place, param in enumerate(self._params)}
-            members = [places[param] for param in bucket.params]
-            dtypes = bucket.grad_dtype, bucket.dtype
-            plan = self._plans[key] = plan_reduce(items, transport, label, self.mesh.shard_rank, *dtypes, members)
-        return plan
-
-    def _reduced(
-        self,
-        bucket: Bucket,
-        scatter: Reduction,
-        views_of: Callable[[torch.Tensor], Sequence[torch.Tensor]],
-        label: str,
-        settings: GroupSettings,
-    ) -> Program:
-        """Reduces over the shard group by `scatter`, which returns a flat tensor with a view for each parameter."""
-        output = yield from scatter
-        del scatter
-        try:
-            yield from self._all_reduced(bucket, output, views_of, label, settings)
-        finally:
-            note_freed(output, label, "reduce_output")
-
-    def _all_reduced(
-        self,
-        bucket: Bucket,
-        output: torch.Tensor,
-        views_of: Callable[[torch.Tensor], Sequence[torch.Tensor]],
-        label: str,
-        settings: GroupSettings,
-    ) -> Program:
-        division, params, views = bucket.division, bucket.params, views_of(output)
-        groups = self.mesh.replicate_groups if settings.native_all_reduce else ()
-        hook = settings.all_reduce_hook
-        if groups and not settings.all_reduce_grads:
-            for param, view in zip(params, views, strict=True):
-                if param.partial is None:
-                    param.partial = view
-                else:
-                    param.partial.add_(view)
-            return
-        for param, view in zip(params, views, strict=True) if self.has_partial else ():
-            if param.partial is not None:
-                view.add_(param.partial)
-                param.partial = None
-        if groups or hook is not None:
-            # The next stage needs none of the gradients, and the next group's reduce-scatter need not wait for it.
-            yield NEXT_STAGE
-            hold(output)
-        for group in groups:
-            yield from all_reduce(output, group, division.op, label)
-        if hook is not None:
-            _run_hook(hook, output, settings.all_reduce_hook_stream)
-        if division.after_all is not None and division.after_all != 1:
-            output.div_(division.after_all)
-        dtypes = {param.delivered_dtype or output.dtype for param in params}
-        if len(dtypes) == 1 and output.dtype not in dtypes:
-            views = views_of(output.to(dtypes.pop()))
-        for param, view in zip(params, views, strict=True):
-            param.deliver(view)
+    params: list[FSDPParam]
+    mesh: DataParallelMesh
+    label: str
+    reduce_plans: dict[tuple[Any, ...], ReducePlan]
 
 
 @dataclass
@@ -236,6 +85,143 @@ class Bucket:
     grad_dtype: torch.dtype
     dtype: torch.dtype
     division: Division
+
+
+def take_gradients(
+    params: Sequence[FSDPParam], settings: GroupSettings, *, alike: bool
+) -> tuple[list[FSDPParam], list[torch.Tensor]]:
+    """Takes the unsharded gradients of `params`; returns them, and the parameters that had one.
+
+    With `alike` some were accumulated in the dtype of sums and some are fresh, which may differ by rank; they are cast
+    to the same dtype.
+
+    Raises:
+        RuntimeError: for a sparse one; the message has the FQN.
+    """
+    zeros_if_unused, all_reduces = settings.reduce_unused_params, settings.all_reduce_grads
+    taken = [param.take_gradient(zeros_if_unused, all_reduces) for param in params]
+    params = [*compress(params, map(is_not, taken, repeat(None)))]
+    gradients = [gradient for gradient in taken if gradient is not None]
+    if not all(map(is_, map(_layout_of, gradients), repeat(torch.strided))):
+        pairs = zip(params, gradients, strict=True)
+        fqn, layout = next((one.fqn, own.layout) for one, own in pairs if own.layout is not torch.strided)
+        raise RuntimeError(
+            f"the gradient of parameter '{fqn}' is sparse ({layout}); expected a dense one, as ranks reduce rows "
+            "in place. Build the embedding with sparse=False, or pass the parameter in ignored_params and reduce "
+            "its gradient yourself"
+        )
+    if alike:
+        gradients = [one.to(param.sums_dtype or one.dtype) for param, one in zip(params, gradients, strict=True)]
+    return params, gradients
+
+
+def buckets(
+    mesh: DataParallelMesh,
+    params: Sequence[FSDPParam],
+    gradients: list[torch.Tensor],
+    transport: Transport | None,
+    settings: GroupSettings,
+) -> list[Bucket]:
+    """The gradients of each dtype, in an order that is the same on all ranks.
+
+    Takes the gradients out of their list. Those of a single rank are delivered at once, without a bucket.
+    """
+    common = _common_dtype(params, gradients) if GRAD_DTYPE_DECIDES else None
+    dtypes = [*map(_dtype_of, gradients)]
+    sums = [common or param.sums_dtype or dtype for param, dtype in zip(params, dtypes, strict=True)]
+    kinds = [*zip(dtypes, sums, strict=True)]
+    found = [
+        Bucket(
+            [*compress(params, map(eq, kinds, repeat(kind)))],
+            [*compress(gradients, map(eq, kinds, repeat(kind)))],
+            *kind,
+            division_for(mesh.size, kind[1], settings.gradient_divide_factor, settings.force_sum_reduction),
+        )
+        for kind in dict.fromkeys(kinds)
+    ]
+    gradients.clear()
+    if transport is None and not mesh.replicate_axes and settings.all_reduce_hook is None:
+        for bucket in found:
+            _deliver_unreduced(bucket)
+        return []
+    return found
+
+
+def _common_dtype(params: Sequence[FSDPParam], gradients: list[torch.Tensor]) -> torch.dtype:
+    """The dtype that holds the sums of all `gradients` of a group, and partial sums that wait for an all-reduce."""
+    dtypes = {param.sums_dtype or gradient.dtype for param, gradient in zip(params, gradients, strict=True)}
+    dtypes.update(param.partial.dtype for param in params if param.partial is not None)
+    return functools.reduce(torch.promote_types, dtypes)
+
+
+def program(group: Reduced, bucket: Bucket, transport: Transport | None, settings: GroupSettings) -> Program:
+    """The program that reduces `bucket` and delivers its sums. Packs its gradients now, on the current stream."""
+    division = bucket.division
+    if transport is None:
+        sizes = [gradient.numel() for gradient in bucket.gradients]
+        scatter = _copy_all(bucket.gradients, bucket.dtype, division, group.label)
+        return _reduce(group, bucket, scatter, lambda output: output.split(sizes), settings)
+    key = (bucket.grad_dtype, bucket.dtype, transport, *map(id, bucket.params))
+    plan = group.reduce_plans.get(key)
+    if plan is None:
+        if len(group.reduce_plans) >= _MOST_PLANS:
+            group.reduce_plans.clear()
+        items = [ReduceItem(param.fqn, param.layout) for param in bucket.params]
+        places = {param: place for place, param in enumerate(group.params)}
+        members = [places[param] for param in bucket.params]
+        dtypes = bucket.grad_dtype, bucket.dtype
+        plan = plan_reduce(items, transport, group.label, group.mesh.shard_rank, *dtypes, members)
+        group.reduce_plans[key] = plan
+    mean = Mean(division.op, division.before, division.after_scatter)
+    scatter = plan.transport.reduce(plan, bucket.gradients, mean)
+    return _reduce(group, bucket, scatter, plan.output_views, settings)
+
+
+def _reduce(
+    group: Reduced,
+    bucket: Bucket,
+    scatter: Reduction,
+    views_of: Callable[[torch.Tensor], Sequence[torch.Tensor]],
+    settings: GroupSettings,
+) -> Program:
+    """Reduces over the shard group by `scatter`, which returns a flat tensor with a view for each parameter; delivers.
+
+    Then over replicas, and runs the user's hook.
+    """
+    output = yield from scatter
+    del scatter  # it has the packed gradients, or those that were reduced in place
+    try:
+        division, params, views = bucket.division, bucket.params, views_of(output)
+        mesh, hook = group.mesh, settings.all_reduce_hook
+        over = mesh.replicate_groups if mesh.replicate_axes and settings.native_all_reduce else ()
+        waits = bool(over) and not settings.all_reduce_grads
+        for param, view in zip(params, views, strict=True) if mesh.replicate_axes else ():
+            if param.partial is not None and waits:
+                param.partial.add_(view)
+            elif waits:
+                param.partial = view
+            elif param.partial is not None:
+                view.add_(param.partial)
+                param.partial = None
+        if waits:
+            return
+        if over or hook is not None:
+            # The next stage needs none of the gradients, and the next group's reduce-scatter need not wait for it.
+            yield NEXT_STAGE
+            hold(output)
+        for replicas in over:
+            yield from all_reduce(output, replicas, division.op, group.label)
+        if hook is not None:
+            _run_hook(hook, output, settings.all_reduce_hook_stream)
+        if division.after_all is not None and division.after_all != 1:
+            output.div_(division.after_all)
+        dtypes = {param.delivered_dtype or output.dtype for param in params}
+        if len(dtypes) == 1 and output.dtype not in dtypes:
+            views = views_of(output.to(dtypes.pop()))
+        for param, view in zip(params, views, strict=True):
+            param.deliver(view)
+    finally:
+        note_freed(output, group.label, "reduce_output")
 
 
 @torch.no_grad()

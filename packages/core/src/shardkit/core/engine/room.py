@@ -5,12 +5,12 @@ A root has room for a number of groups (a prefetch depth) or for a number of byt
 one group, and only the groups that forward frees: not the root's, and not those that are set to stay. A budget counts
 the bytes of all groups, and the packed buffer of each gather under way. Otherwise both follow the same rules.
 
-When its forward or backward ends, a group is *released*: its modules hold the sharded parameters, but its memory is
-kept and still valid. A group that is used again takes its memory back without a gather; backward, for example, begins
-with the last group of forward. A gather that finds no room frees released groups, the oldest first. Those that backward
+When its forward or backward ends, a group is *cached*: its modules hold the sharded parameters, but its memory is there
+and still valid. A group that is used again takes its memory back without a gather; backward, for example, begins
+with the last group of forward. A gather that finds no room frees cached groups, the oldest first. Those that backward
 has yet to use come last, and of these the oldest is the one that backward uses last. So a chain of groups takes the
 smallest number of gathers that the room allows, without any knowledge of the order. On streams a gather waits for the
-events that were recorded when the memory was released, and not for the current computation.
+events that were recorded when its modules were done with the memory, and not for the current computation.
 
 A module that begins needs its groups at once. If room is still lacking, a budget frees what is not in use (groups that
 were gathered ahead, the last first), or raises. A depth lets modules that nest deeper take more. A gather ahead starts
@@ -18,7 +18,7 @@ only if there is room beside the groups in use and those gathered ahead; in back
 it that backward has yet to use.
 
 At the end of forward, a depth keeps only the group that backward needs first; a budget keeps all. At the end of
-backward none stays released. A group is in use from the beginning of its module's forward, or backward, to the end, and
+backward none stays cached. A group is in use from the beginning of its module's forward, or backward, to the end, and
 while the user holds it (`module.unshard()`).
 """
 
@@ -28,21 +28,28 @@ import weakref
 from collections.abc import Iterable
 from typing import Protocol, TypeAlias
 
+import torch
+
 from shardkit.core.engine.settings import GroupSettings
 from shardkit.core.engine.timetable import Prefetch
+from shardkit.core.mesh import DataParallelMesh
+from shardkit.core.parameters.param import FSDPParam
 
-__all__ = ["Room"]
+__all__ = ["Group", "Room"]
 
 
-class _Group(Protocol):
-    """A parameter group as the owner of its memory; `group.py` documents what it has.
+class Group(Protocol):
+    """A parameter group, as far as those know it that it knows itself; `group.py` documents what it has.
 
     Attributes:
         taken: what it takes of the room: 1 or 0, or bytes.
         counts_toward_depth: whether a depth counts it, if forward frees it.
     """
 
-    room: Room
+    params: list[FSDPParam]
+    mesh: DataParallelMesh
+    device: torch.device
+    versions: list[int]
     taken: int
     counts_toward_depth: bool
     label: str
@@ -56,22 +63,27 @@ class _Group(Protocol):
     @property
     def unsharded_bytes(self) -> int: ...
     def bytes_when_used(self, *, in_backward: bool) -> int: ...
+    def sweep(self) -> None: ...
     def unshard(self, *, in_backward: bool = False, ahead: bool = False) -> bool: ...
     def reshard(self) -> None: ...
-    def free_idle(self) -> None: ...
+    def free(self) -> None: ...
+    def finalize_backward(self) -> None: ...
+    def abandon(self) -> None: ...
 
 
-_Reference: TypeAlias = weakref.ReferenceType[_Group]
+_Reference: TypeAlias = weakref.ReferenceType[Group]
 
 
 class Room:
     """See Note [Room].
 
     Attributes:
+        prefetch: the user's setting of how far ahead groups are gathered.
         states_ahead: number of states whose gathers may start before they begin.
     """
 
     def __init__(self, prefetch: Prefetch) -> None:
+        self.prefetch = prefetch
         self.states_ahead = prefetch.states_ahead
         self._by_bytes = prefetch.budget is not None
         self._limit = prefetch.states_ahead + 1 if prefetch.budget is None else prefetch.budget
@@ -82,29 +94,21 @@ class Room:
         self._awaited: dict[_Reference, int] = {}
         self._ahead: dict[_Reference, bool] = {}  # gathered ahead; True if for backward
 
-    def admit(self, groups: Iterable[_Group]) -> None:
-        """Makes this the room of `groups`, none of which is released."""
+    def admit(self, groups: Iterable[Group]) -> None:
+        """Makes this the room of `groups`, none of which is cached."""
         for group in groups:
             self._groups.append(weakref.ref(group))
-            group.room, group.taken = self, 0
+            group.taken = 0
             if group.is_unsharded:
-                self._hold(group, group.unsharded_bytes if self._by_bytes else self._needs(group, in_backward=False))
+                counts = group.counts_toward_depth and group.settings.reshard_after_forward
+                group.taken = group.unsharded_bytes if self._by_bytes else int(counts)
+                self._taken += group.taken
                 if not group.in_use:
-                    self.release(group, awaited=True)
-
-    def recount(self) -> None:
-        """Forgets groups that were deleted with their memory."""
-        alive = [group for reference in self._groups if (group := reference()) is not None]
-        self._groups = [weakref.ref(group) for group in alive]
-        self._taken = sum([group.taken for group in alive])
-
-    def _hold(self, group: _Group, taken: int) -> None:
-        self._taken += taken - group.taken
-        group.taken = taken
+                    self.cache(group, awaited=True)
 
     # -- what a group takes --------------------------------------------------------------------------------------------
 
-    def take(self, group: _Group, *, in_backward: bool, ahead: bool) -> bool:
+    def take(self, group: Group, *, in_backward: bool, ahead: bool) -> bool:
         """Takes room for the gather of `group`, and frees memory for it if necessary.
 
         Returns:
@@ -113,42 +117,45 @@ class Room:
         Raises:
             ValueError: if a budget does not hold the group beside those in use.
         """
-        needs = self._needs(group, in_backward=in_backward)
+        if self._by_bytes:
+            needs = group.bytes_when_used(in_backward=in_backward)
+        else:
+            needs = int(group.counts_toward_depth and group.settings.reshard_after_forward)
         if self._taken + needs > self._limit and needs:
             if ahead:
                 if not self._frees(needs, but_for_backward=in_backward and self._by_bytes):
                     return False
             elif not self._frees(needs) and self._by_bytes:
                 self._free_idle(group, needs)
-        self._hold(group, needs)
+        self._taken += needs - group.taken
+        group.taken = needs
         return True
 
     def make_room(self) -> None:
-        """Frees released memory before a reduction takes memory: as the next gather would, or what has no later use."""
+        """Frees cached memory before a reduction takes memory: as the next gather would, or what has no later use."""
         if not self._by_bytes:
             self._frees(1)
             return
         while self._over:
             self._free(next(iter(self._over)))
 
-    def note_gathered(self, group: _Group) -> None:
+    def note_gathered(self, group: Group) -> None:
         """Notes that the gather has ended, and with it the packed buffer has gone."""
         if self._by_bytes:
-            self._hold(group, group.unsharded_bytes)
+            taken = group.unsharded_bytes
+            self._taken += taken - group.taken
+            group.taken = taken
 
-    def give_back(self, group: _Group) -> None:
+    def give_back(self, group: Group) -> None:
         """Notes that the group has no memory any more."""
-        self.take_back(group)
+        reference = weakref.ref(group)
+        self._over.pop(reference, None)
+        self._awaited.pop(reference, None)
         self._taken -= group.taken
         group.taken = 0
 
-    def _needs(self, group: _Group, *, in_backward: bool) -> int:
-        if self._by_bytes:
-            return group.bytes_when_used(in_backward=in_backward)
-        return int(group.counts_toward_depth and group.settings.reshard_after_forward)
-
     def _frees(self, needs: int, *, but_for_backward: bool = False) -> bool:
-        """Frees released memory until there is room; whether there is."""
+        """Frees cached memory until there is room; whether there is."""
         while self._taken + needs > self._limit:
             queue = self._over or self._awaited
             if not queue or (queue is self._awaited and but_for_backward):
@@ -158,13 +165,15 @@ class Room:
 
     def _free(self, reference: _Reference) -> None:
         group = reference()
-        if group is not None:
-            group.free_idle()
-            return
-        for queue in (self._over, self._awaited):  # deleted, with its memory
-            self._taken -= queue.pop(reference, 0)
+        if group is None:
+            for queue in (self._over, self._awaited):  # deleted, with its memory
+                self._taken -= queue.pop(reference, 0)
+        elif group.is_unsharded:
+            group.reshard()
+        else:
+            group.free()
 
-    def _free_idle(self, group: _Group, needs: int) -> None:
+    def _free_idle(self, group: Group, needs: int) -> None:
         """Frees unsharded groups that are not in use, those that are used soonest last, until there is room."""
         groups = [one for reference in self._groups if (one := reference()) is not None]
         ahead = [one for reference in reversed(self._ahead) if (one := reference()) is not None and one.prefetched]
@@ -185,35 +194,40 @@ class Room:
 
     # -- when a group is no longer in use ------------------------------------------------------------------------------
 
-    def may_release(self, group: _Group) -> bool:
-        """Whether the memory of `group` is kept when its use ends."""
-        return self.states_ahead > 0 and group.taken > 0
-
-    def release(self, group: _Group, *, awaited: bool) -> None:
+    def cache(self, group: Group, *, awaited: bool) -> bool:
         """Notes that a gather may free the memory of `group`, which backward will use if it is `awaited`.
 
         The group may be one that is set to stay unsharded: a budget frees it if it must.
-        """
-        if group.taken:
-            (self._awaited if awaited else self._over)[weakref.ref(group)] = group.taken
 
-    def take_back(self, group: _Group) -> bool:
+        Returns:
+            False if nothing is cached: with a depth of 0, and of groups that take no room.
+        """
+        if not (self.states_ahead and group.taken):
+            return False
+        (self._awaited if awaited else self._over)[weakref.ref(group)] = group.taken
+        return True
+
+    def take_back(self, group: Group) -> bool:
         """Notes that no gather may free the memory of `group` any more; whether one might."""
         reference = weakref.ref(group)
         return self._over.pop(reference, None) is not None or self._awaited.pop(reference, None) is not None
 
-    def free_released(self, *, but_for_backward: bool = False) -> None:
-        """Frees the memory of released groups, except what is kept `but_for_backward`. Unsharded groups stay."""
+    def free_cached(self, *, but_for_backward: bool = False) -> None:
+        """Frees the memory of cached groups, except what is kept `but_for_backward`. Unsharded groups stay."""
         kept = 0 if not but_for_backward else len(self._awaited) if self._by_bytes else 1
         awaited = [*self._awaited]
         for reference in (*self._over, *awaited[: len(awaited) - kept]):
             group = reference()
             if group is None or not group.is_unsharded:
                 self._free(reference)
+        if not but_for_backward:  # no phase runs: forgets groups that were deleted with their memory
+            alive = [group for reference in self._groups if (group := reference()) is not None]
+            self._groups = [weakref.ref(group) for group in alive]
+            self._taken = sum([group.taken for group in alive])
 
     # -- gathers ahead of use ------------------------------------------------------------------------------------------
 
-    def gather_ahead(self, group: _Group, *, in_backward: bool) -> bool:
+    def gather_ahead(self, group: Group, *, in_backward: bool) -> bool:
         """Starts the gather of a group that will be used soon, or keeps what it has. False if there is no room."""
         if group.is_unsharded:
             stays = not group.settings.reshard_after_forward
@@ -237,7 +251,7 @@ class Room:
                     group.reshard()
 
     def clear(self) -> None:
-        """Frees what was gathered ahead, and released memory."""
+        """Frees what was gathered ahead, and cached memory."""
         for backward in (False, True):
             self.free_unused(in_backward=backward)
-        self.free_released()
+        self.free_cached()

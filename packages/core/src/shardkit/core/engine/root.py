@@ -6,7 +6,7 @@ import itertools
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from shardkit.core import events
 from shardkit.core.digests import numbers_of
 from shardkit.core.engine.group import FSDPParamGroup
 from shardkit.core.engine.order_check import OrderCheck, agree, order_check_wanted, replicas_checked_every
-from shardkit.core.engine.schedule import RootedState
+from shardkit.core.engine.schedule import Schedule, ScheduledState
 from shardkit.core.mesh import DataParallelMesh, groups_of_copies
 from shardkit.core.parameters.managed import STATE
 from shardkit.core.parameters.param import FSDPParam
@@ -24,6 +24,14 @@ from shardkit.core.parameters.placements import is_ours
 from shardkit.core.torch_compat import local_of, outside_transforms, stock_modules_around
 
 __all__ = ["initialise_root", "live_roots"]
+
+
+class RootedState(ScheduledState, Protocol):
+    """A state that has a schedule, or will get that of its root."""
+
+    groups: list[FSDPParamGroup]
+    schedule: Schedule[Any]
+
 
 live_roots: weakref.WeakSet[RootedState] = weakref.WeakSet()
 """The states that have begun as roots."""
@@ -69,13 +77,13 @@ def initialise_root(root: RootedState, *, same_names: bool = True) -> None:
         groups = list(dict.fromkeys(group for state in states for group in state.groups))
         _check_agreement(groups, root, same_names)
     live_roots.add(root)
-    check = OrderCheck() if order_check_wanted() else None
+    if order_check_wanted():
+        root.schedule.order_check = OrderCheck()
     for state in states:
         state.is_root = state is root
         state.schedule = root.schedule
         for group in state.groups:
-            group.context = root.schedule.context
-            group.order_check = check
+            group.schedule = root.schedule
             group.counts_toward_depth = group.counts_toward_depth and state is not root
     if root.auto_reshard:
         for group in root.groups:

@@ -9,42 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardkit.core.policies import AllGather, CompressionPolicy, ReduceScatter
+from shardkit.core.mesh import PostForwardMesh
+from shardkit.core.policies import AllGather, CompressionPolicy, MixedPrecisionPolicy, ReduceScatter
 from shardkit.core.runtime.choice import Transports, choose_transports
 from shardkit.core.runtime.memory import require_memory
 
 __all__ = ["Communication", "GroupSettings"]
-
-
-@dataclass(frozen=True)
-class GroupSettings:
-    """See the methods of `FSDPModule` with these names.
-
-    Attributes:
-        reshard_after_forward: whether forward frees the parameters.
-        keep_unsharded_storage: whether resharding keeps the unsharded storage's memory, so its addresses never change.
-        reduce_grads: whether backward reduces gradients; if not, they accumulate unsharded.
-        all_reduce_grads: HSDP: whether backward all-reduces over replicas; if not, reduce-scattered ones accumulate.
-        max_reduce_inputs: number of groups whose unsharded gradients may be in reduction at once.
-        gradient_divide_factor: divisor of gradient sums, None for the number of data-parallel ranks.
-        force_sum_reduction: collectives only sum, and every division is a separate operation.
-        native_all_reduce: False if `all_reduce_hook` itself combines replicas.
-        all_reduce_hook: runs on flat reduced gradients, in place, on `all_reduce_hook_stream` if there is one.
-    """
-
-    reshard_after_forward: bool
-    reshard_after_backward: bool = True
-    unshard_in_backward: bool = True
-    keep_unsharded_storage: bool = False
-    reduce_grads: bool = True
-    all_reduce_grads: bool = True
-    reduce_unused_params: bool = False
-    max_reduce_inputs: int = 1
-    gradient_divide_factor: float | None = None
-    force_sum_reduction: bool = False
-    native_all_reduce: bool = True
-    all_reduce_hook: Callable[[torch.Tensor], None] | None = None
-    all_reduce_hook_stream: Any = None
 
 
 @dataclass(frozen=True)
@@ -118,3 +88,40 @@ class Communication:
             self.registered,
             label,
         )
+
+
+@dataclass(frozen=True)
+class GroupSettings:
+    """See the methods of `FSDPModule` with these names.
+
+    Attributes:
+        reshard_after_forward: whether forward frees the parameters.
+        mp_policy: dtypes of compute and reduction.
+        post_forward_mesh: the subgroup that holds the parameters between forward and backward, or None.
+        communication: how its bytes are sent, from the next gather on, and with the reductions after it.
+        keep_unsharded_storage: whether resharding keeps the unsharded storage's memory, so its addresses never change.
+        reduce_grads: whether backward reduces gradients; if not, they accumulate unsharded.
+        all_reduce_grads: HSDP: whether backward all-reduces over replicas; if not, reduce-scattered ones accumulate.
+        max_reduce_inputs: number of groups whose unsharded gradients may be in reduction at once.
+        gradient_divide_factor: divisor of gradient sums, None for the number of data-parallel ranks.
+        force_sum_reduction: collectives only sum, and every division is a separate operation.
+        native_all_reduce: False if `all_reduce_hook` itself combines replicas.
+        all_reduce_hook: runs on flat reduced gradients, in place, on `all_reduce_hook_stream` if there is one.
+    """
+
+    reshard_after_forward: bool
+    mp_policy: MixedPrecisionPolicy
+    post_forward_mesh: PostForwardMesh | None
+    communication: Communication
+    reshard_after_backward: bool = True
+    unshard_in_backward: bool = True
+    keep_unsharded_storage: bool = False
+    reduce_grads: bool = True
+    all_reduce_grads: bool = True
+    reduce_unused_params: bool = False
+    max_reduce_inputs: int = 1
+    gradient_divide_factor: float | None = None
+    force_sum_reduction: bool = False
+    native_all_reduce: bool = True
+    all_reduce_hook: Callable[[torch.Tensor], None] | None = None
+    all_reduce_hook_stream: Any = None

@@ -1,21 +1,35 @@
-"""One per `fully_shard` call: the work before and after the forward and backward of its modules.
+"""A step, in order: what happens around the forward and the backward of the modules of each `fully_shard` call.
 
-    pre_forward    gather, cast inputs, mark the inputs so that post_backward fires when their gradients are done
-    post_forward   reshard, mark the outputs so that pre_backward fires when their gradients arrive, cast outputs
-    pre_backward   gather again if necessary, prefetch
-    post_backward  reshard, reduce gradients
+    pre_forward    the outermost module begins an iteration; gathers, casts inputs, marks them so that post_backward
+                   runs when their gradients are done
+    post_forward   frees, marks the outputs so that pre_backward runs when their gradients arrive, casts them; the
+                   outermost module ends the forward
+    pre_backward   gathers again if necessary; the first one begins the backward
+    post_backward  frees, reduces gradients
+    end_backward   does both for modules that no hook has reported, and waits for reductions
 
 A group of modules (`fully_shard([a, b])`) makes one *pass* from the first of them that runs to the last; a module that
-calls itself also makes one pass. An incomplete pass ends with the forward of the root, or with backward.
+calls itself also makes one pass. An incomplete pass ends with the forward of the root, or with backward. `reset` is for
+steps that do not end.
+
+Note [Ready in order]
+A block may keep a tensor on its module (`self.aux = ...`) that its caller adds to the loss. Backward then enters the
+block through a tensor without a hook of ours, and must find its parameters gathered. Autograd runs the nodes of one
+device in the reverse of the order in which forward made them. So a state's parameters are waited for before backward
+can reach any node of its forward: when backward leaves the state that ran next in forward (`_leave_backward`), or, if
+no hook reports that, as soon as backward enters that state (`_enter_backward`). No hook reports it if the state is
+nested in the other one, or if the other's inputs need no gradient. So whatever order a backward takes, autograd never
+finds parameters half-filled by a gather in flight.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
+import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,11 +37,11 @@ from torch.distributed.tensor import DTensor
 
 from shardkit.core import events
 from shardkit.core.engine.context import CommContext
-from shardkit.core.engine.group import FSDPParamGroup, Phase
+from shardkit.core.engine.group import FSDPParamGroup, Phase, Residence
 from shardkit.core.engine.handed import HandedContainers
-from shardkit.core.engine.order import Pass
 from shardkit.core.engine.root import initialise_root
-from shardkit.core.engine.schedule import Schedule
+from shardkit.core.engine.schedule import Finalization, Pass, Schedule
+from shardkit.core.engine.timetable import Timetable
 from shardkit.core.engine.transforms import watch_each, watch_together
 from shardkit.core.optimizer_steps.plain_steps import restore_interrupted_steps
 from shardkit.core.parameters.managed import STATE
@@ -41,23 +55,26 @@ from shardkit.core.tensors import (
     reachable_tensors,
     tensors_in,
     tensors_kept_by,
-    tensors_with_grad,
 )
 from shardkit.core.torch_compat import (
     base_of,
-    in_backward,
+    current_backward,
+    has_gradient_hooks,
     is_leaf_or_view,
     local_of,
     made_since,
     move_hooks,
     next_autograd_node,
     no_dynamo,
+    outside_transforms,
+    queue_end_of_backward,
     register_with_stock,
     transforms_active,
     unwrapped,
+    versions_of,
 )
 
-__all__ = ["FSDPState", "state_of"]
+__all__ = ["FSDPState", "finalize_backward", "reset", "state_of"]
 
 
 def state_of(module: nn.Module) -> FSDPState | None:
@@ -72,9 +89,12 @@ class FSDPState:
 
     Attributes:
         groups: its parameter groups: one, plus one for 0-dim parameters and one for each tied parameter.
+        schedule: shared by the states of one root from the first forward on.
+        index: its place among them.
         fqn: name of its module below the root, known from the first forward on.
         is_root: whether it is the root; None until that is known.
         auto_reshard: whether the user left `reshard_after_forward` at its default.
+        runs_method: whether a method runs that was registered by `register_fsdp_forward_method`.
     """
 
     def __init__(
@@ -85,24 +105,20 @@ class FSDPState:
         self.mp_policy = mp_policy
         self.auto_reshard = auto_reshard
         self.groups: list[FSDPParamGroup] = []
-        self.schedule = Schedule(CommContext(device))
+        self.schedule: Schedule[FSDPState] = Schedule(CommContext(device))
         self.index = 0
         self.fqn = type(modules[0]).__name__
         self.is_root: bool | None = None
         self.phase = Phase.IDLE
+        self.runs_method = False
         self.forward_prefetch: list[weakref.ReferenceType[FSDPState]] = []
         self.backward_prefetch: list[weakref.ReferenceType[FSDPState]] = []
         self._module_ids = frozenset(id(module) for module in modules)
-        self._in_pass = False
         self._pass = Pass(self.index)  # the running one, or the last one
         self._entered = self._pass  # by backward
-        self._inputs: type[_Inputs] | None = None
-        self._given: list[tuple[torch.Tensor, torch.Tensor]] = []  # inputs of this pass, and forward's replacements
+        self._wrapped_inputs: list[tuple[torch.Tensor, torch.Tensor]] = []  # of this pass, and what forward gets
         self._handed: list[HandedContainers] = []  # of each running forward, outermost first
-        self._may_keep: list[weakref.ReferenceType[nn.Module]] | None = None
-        self.runs_method = False  # one registered by `register_fsdp_forward_method`
-        self._depth = 0
-        self._handled = 0
+        self._exception_at_entry = 0  # its id
         for module in modules:
             module.__dict__[STATE] = self
             register_with_stock(module, self)
@@ -115,6 +131,8 @@ class FSDPState:
             # Prefetching counts a state once: its 0-dim and tied parameters are gathered and freed with the others.
             group.counts_toward_depth = group.counts_toward_depth and not self.groups
             self.groups.append(group)
+            if not group.users:
+                group.schedule = self.schedule
             group.users.add(self)
 
     @property
@@ -124,130 +142,179 @@ class FSDPState:
         states = dict.fromkeys(map(state_of, modules))
         return dict.fromkeys(group for state in states if state is not None for group in state.groups)
 
-    # -- forward -------------------------------------------------------------------------------------------------------
-
     @property
     def in_forward(self) -> bool:
         """Whether a forward of one of the modules is running."""
-        return self._depth > 0
+        return bool(self._handed)
 
-    def refuse_unended(self, what: str, *, inside: bool = False) -> None:
-        """Raises if a forward or a backward of its root has not ended (`Schedule.refuse_unended`)."""
-        self.schedule.refuse_unended(what, inside=inside)
+    # -- forward begins ------------------------------------------------------------------------------------------------
 
     @no_dynamo
     def pre_forward(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Runs before the forward of a module; afterwards its unsharded parameters are registered on it."""
-        if self.phase is Phase.PRE_BACKWARD and in_backward():  # a recomputation of activation checkpointing
+        casts = self.mp_policy.param_dtype if self.mp_policy.cast_forward_inputs else None
+        if self.phase is Phase.PRE_BACKWARD and current_backward() != -1:  # recomputed by activation checkpointing
             if events.hub.active:
                 events.emit(events.ModuleBegan(self.fqn, "recompute", bool(self.is_root)))
             self._unshard(in_backward=True)
-            return self._cast_inputs(args, kwargs)
+            return (args, kwargs) if casts is None else cast_floating((args, kwargs), casts)
         if self.is_root is None:
             initialise_root(self)
-        self._depth += 1  # from here on post_forward, which is called after an error too, undoes this
-        self._handed.append(HandedContainers())
-        if self._depth == 1:
-            self._handled = id(sys.exc_info()[1])  # a forward may be called while its caller handles an exception
+        handed = HandedContainers()
+        self._handed.append(handed)  # from here on post_forward, which is called after an error too, undoes this
+        if len(self._handed) == 1:
+            self._exception_at_entry = id(sys.exc_info()[1])  # the caller may be handling an exception
             if events.hub.active:
-                events.emit(events.ModuleBegan(self.fqn, self._forward_name, bool(self.is_root)))
-        outermost = self.schedule.begin_forward(self)
-        if outermost:
-            restore_interrupted_steps()
+                events.emit(
+                    events.ModuleBegan(
+                        self.fqn, "recompute" if self.schedule.backward is not None else "forward", bool(self.is_root)
+                    )
+                )
+        outermost = self._begin_forward()
         own_args, own_kwargs = args, kwargs
-        if outermost and self.device.type != "cpu":
-            args, kwargs = self._move_inputs((args, kwargs))
-        args, kwargs = self._cast_inputs(args, kwargs)
-        begins = not self._in_pass
+        if outermost and self.device.type != "cpu":  # waits, because callers reuse pinned memory
+            args, kwargs = map_tensors(lambda tensor: tensor.to(self.device), (args, kwargs))
+        if casts is not None:
+            args, kwargs = cast_floating((args, kwargs), casts)
+        begins, with_grad = not self._pass.is_open, torch.is_grad_enabled()
         if begins:
             self._begin_pass()
         self.phase = Phase.FORWARD
         self._unshard(in_backward=False)
         if begins:
-            listed = self._listed(self.forward_prefetch, in_backward=False) if self.forward_prefetch else None
-            self.schedule.enter_forward(self, listed)
-            if torch.is_grad_enabled():
+            self._gather_next()
+            if with_grad:
                 args, kwargs = self._watch_inputs(args, kwargs)
-        copies_only = not (begins and torch.is_grad_enabled())
-        self._handed[-1].note(own_args, args, copies_only=copies_only)
-        self._handed[-1].note((*own_kwargs.values(),), (*kwargs.values(),), copies_only=copies_only)
+        copies_only = not (begins and with_grad)
+        handed.note(own_args, args, copies_only=copies_only)
+        handed.note((*own_kwargs.values(),), (*kwargs.values(),), copies_only=copies_only)
         return args, kwargs
+
+    def _begin_forward(self) -> bool:
+        """Begins an iteration, and returns True, if this is the outermost forward.
+
+        Raises:
+            RuntimeError: if a forward or a backward before it has not ended, so that this iteration would mix with it.
+        """
+        schedule, context = self.schedule, self.schedule.context
+        forward, backward = schedule.forward, schedule.backward
+        if context.finalization is not None:
+            schedule.refuse_during_finalization(f"forward of '{self.fqn}' begins")
+        if backward is not None and current_backward() != -1:
+            return False  # a recomputation: end_backward does the work of the end of forward
+        if forward is not None or backward is not None:
+            # torch calls no hook when Ctrl-C ends a forward. So a root's forward inside itself is taken for one after
+            # that, unless it runs in or through a registered method.
+            inside = forward is not None and forward.thread == threading.get_ident()
+            inside = inside and (self.runs_method or not (self.is_root or forward is None or forward.root() is self))
+            if not inside or backward is not None or (forward is not None and forward.raised):
+                schedule.refuse_unended(f"forward of '{self.fqn}' begins", inside=inside)
+            if forward is not None and forward.root() is not None:
+                return False
+        schedule.room.free_cached()  # later writes to a local shard are not always noticed
+        groups = schedule.groups if self.is_root else self.groups_below
+        for group in groups:
+            group.sweep()
+        schedule.begin_forward(self)
+        if self.is_root and context.gathers.has_streams:
+            # Once for all: gathers of this iteration wait for work queued before it, such as a step or a load. If hooks
+            # of gradients step on the shards, these writes come when the reductions in flight end.
+            context.gathers.wait_event(context.gathers.current_event())
+            if context.is_reducing and any(
+                has_gradient_hooks(one.sharded_param) for group in groups for one in group.params
+            ):
+                context.wait_for_writers()
+            for group in groups:
+                group.versions[:] = versions_of([param.sharded_param for param in group.params])
+        if schedule.post_optim_event is not None:
+            context.gathers.wait_event(schedule.post_optim_event)
+            schedule.post_optim_event = None
+        restore_interrupted_steps()
+        return True
 
     def _begin_pass(self) -> None:
         around = self.schedule.innermost
         # A recomputation may begin here; backward then leaves it for the pass around the forward itself.
-        outer = self._pass.outer if around is None and self.schedule.in_backward else around
-        self._pass = Pass(self.index, next_autograd_node(), outer, around, set(self._module_ids))
-        self._in_pass = True
+        parent = self._pass.backward_parent if around is None and self.schedule.backward is not None else around
+        self._pass = Pass(self.index, next_autograd_node(), parent, around, set(self._module_ids), is_open=True)
         self.schedule.innermost = self._pass
         for group in self.groups:
-            group.forward_users += 1
+            group.forward_users.add(self.index)
             group.prefetched = False
-            group.report_use()
-
-    @property
-    def _forward_name(self) -> Literal["forward", "recompute"]:
-        return "recompute" if self.schedule.in_backward else "forward"
+            if events.hub.active:
+                _tell_found(group)
 
     def _unshard(self, *, in_backward: bool) -> None:
-        for group in self.groups:
+        for group in self.groups:  # all gathers begin before the first one is waited for
             group.unshard(in_backward=in_backward)
         for group in self.groups:
             group.wait_for_unshard()
 
-    def _listed(self, references: list[weakref.ReferenceType[FSDPState]], *, in_backward: bool) -> list[FSDPParamGroup]:
-        """The groups of the states that the user has listed."""
-        states = [state for reference in references if (state := reference()) is not None]
-        return [
-            group for state in states for group in state.groups if group.settings.unshard_in_backward or not in_backward
-        ]
+    def _gather_next(self) -> None:
+        """When its parameters are gathered and its forward begins: gathers the groups that come next."""
+        schedule, expected = self.schedule, False
+        if schedule.backward is None and schedule.forward is not None:
+            schedule.forward.states.append(self.index)
+            expected = schedule.timetable.follow(self.index)
+        if self.forward_prefetch:
+            _gather_listed(schedule, _alive(self.forward_prefetch), in_backward=False)
+        elif expected and (schedule.timetable.is_steady or not schedule.context.gathers.has_streams):
+            _gather_ahead(schedule, schedule.timetable, in_backward=False)
 
     def _watch_inputs(self, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         if transforms_active() and self.groups:
             return watch_together((args, kwargs), self.post_backward)  # type: ignore[no-any-return]
-        tensors = tensors_with_grad((args, kwargs))
-        if not tensors or not self.groups:
+        unique = {id(tensor): tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad}
+        if not unique or not self.groups:
             return args, kwargs
-        if self._inputs is None:
-            # torch names the node in its error when forward changes an input in place.
-            self._inputs = type(f"Inputs of '{self.fqn}'", (_Inputs,), {})
-        unique = {id(tensor): tensor for tensor in tensors}
         watched = dict(zip(unique, self._inputs.apply(self, *unique.values()), strict=True))  # type: ignore[no-untyped-call]
-        self._given = list(zip(unique.values(), watched.values(), strict=True))
+        self._wrapped_inputs += zip(unique.values(), watched.values(), strict=True)
         return map_tensors(lambda tensor: watched.get(id(tensor), tensor), (args, kwargs))  # type: ignore[no-any-return]
 
-    def note_leaving(self, node: Any) -> Pass:
-        """Remembers the autograd node whose backward calls `post_backward`; returns this pass."""
-        self._pass.leaving = weakref.ref(node)
-        return self._pass
+    @functools.cached_property
+    def _inputs(self) -> type[_Inputs]:
+        """Torch names the node in its error when forward changes an input in place."""
+        return type(f"Inputs of '{self.fqn}'", (_Inputs,), {})
+
+    # -- forward ends --------------------------------------------------------------------------------------------------
 
     @no_dynamo
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Runs after the forward of a module, even if it raised (then `output` is None)."""
-        if not self._depth and self.phase is Phase.PRE_BACKWARD and in_backward():
+        casts, recomputes = self.mp_policy.output_dtype, self.schedule.backward is not None
+        if not self._handed:
+            if self.phase is not Phase.PRE_BACKWARD or current_backward() == -1:  # a hook before ours raised
+                return output
             if events.hub.active:
                 events.emit(events.ModuleEnded(self.fqn, "recompute", bool(self.is_root)))
-            return self._cast_outputs(output)
-        if self._depth == 0:  # a hook before ours raised
-            return output
-        self._depth -= 1
+            return output if casts is None else cast_floating(output, casts)
         self._pass.pending.discard(id(module))
-        self._take_handed(self._handed.pop())
-        if self._depth == 0:
+        handed = self._handed.pop()
+        if torch.is_grad_enabled() and not transforms_active():
+            for tensor in handed.added():  # to the caller's containers: backward may enter through them
+                if tensor.requires_grad and made_since(tensor, self._pass.began):
+                    self._watch_output(tensor)
+        handed.give_back(undo=recomputes)
+        if not self._handed:
             raised = sys.exc_info()[1]
-            failed = id(raised) != self._handled
+            failed = id(raised) != self._exception_at_entry
             if failed and raised is not None:
                 _add_module(raised, self.fqn)
-            if failed and not self.schedule.in_backward:
-                self._abandon_forward()
+            if failed and not recomputes:
+                # Reshards nothing: a gather may be in flight, for which a peer may never come.
+                self._wrapped_inputs.clear()
+                if self._pass.is_open:
+                    self.end_pass(reshards=False)
+                if (forward := self.schedule.forward) is not None and forward.root() is self:
+                    forward.raised = True
             else:  # a recomputation stops by an error where it has made the last tensor that backward needs
                 output = self._end_forward(output, failed=failed)
             if events.hub.active:
-                events.emit(events.ModuleEnded(self.fqn, self._forward_name, bool(self.is_root)))
-        return self._cast_outputs(output)
+                events.emit(events.ModuleEnded(self.fqn, "recompute" if recomputes else "forward", bool(self.is_root)))
+        return output if casts is None else cast_floating(output, casts)
 
     def _end_forward(self, output: Any, *, failed: bool) -> Any:
-        inputs = {id(original) for original, _ in self._given}
+        inputs = {id(original) for original, _ in self._wrapped_inputs}
         try:
             output = self._own_outputs(self._unwatch(output))
         except RuntimeError as error:  # an output is a view of an input that was changed in place
@@ -259,21 +326,23 @@ class FSDPState:
         output = self._watch_outputs(output, inputs)
         if not failed and not transforms_active():
             self._watch_kept()
-        if self._in_pass and (failed or not self._pass.pending):
+        if self._pass.is_open and (failed or not self._pass.pending):
             self.end_pass()
-        if self.schedule.is_forward_root(self):
-            for state in self.schedule.all_states:
-                state.end_incomplete_pass()
-            self.schedule.end_forward(self)
+        if (forward := self.schedule.forward) is not None and forward.root() is self:
+            self._end_root_forward()
         return output
 
-    def _abandon_forward(self) -> None:
-        """Forward has raised. Reshards nothing: a gather may be in flight, for which a peer may never come."""
-        self._given.clear()
-        if self._in_pass:
-            self.end_pass(reshards=False)
-        if self.schedule.is_forward_root(self):
-            self.schedule.note_raised()
+    @outside_transforms
+    def _end_root_forward(self) -> None:
+        """The outermost forward has ended: learns its order, and frees groups that were prefetched but not used."""
+        schedule = self.schedule
+        for state in schedule.all_states:
+            if state._pass.is_open and not state._handed:  # its other modules will not run
+                state.end_pass()
+        schedule.end_forward(complete=bool(self.is_root))
+        schedule.room.free_unused(in_backward=False)
+        schedule.room.free_cached(but_for_backward=bool(schedule.passes) and torch.is_grad_enabled())
+        schedule.context.settle_gathers()
 
     def _unwatch(self, output: Any) -> Any:
         """Copies changes of the watched inputs to the caller's tensors.
@@ -281,54 +350,40 @@ class FSDPState:
         In a single process they are the same tensors: a hook that forward puts on an input sees the gradient from all
         its users, and an input that forward returns is not a result of forward.
         """
-        given, self._given = self._given, []
-        if not given:
+        if not self._wrapped_inputs:
             return output
-        for original, watched in given:
+        originals = {id(watched): original for original, watched in self._wrapped_inputs}
+        for original, watched in self._wrapped_inputs:
             move_hooks(watched, original)
-        originals = {id(watched): original for original, watched in given}
-        if any(id(tensor) in originals for tensor in tensors_in(output)):
-            return map_tensors(lambda tensor: originals.get(id(tensor), tensor), output)
-        return output
-
-    def end_incomplete_pass(self) -> None:
-        """The forward of the root ends: modules of this state that have not run yet will not run."""
-        if self._in_pass and self._depth == 0:
-            self.end_pass()
+        mine = tensors_in(output) if any(id(tensor) in originals for tensor in tensors_in(output)) else ()
+        self._wrapped_inputs.clear()
+        return map_tensors(lambda tensor: originals.get(id(tensor), tensor), output) if mine else output
 
     def end_pass(self, *, reshards: bool = True) -> None:
         """Every module of the state has run, or will not run any more: reshards as configured."""
-        with_grad = torch.is_grad_enabled()
-        self._in_pass = False
-        if self.schedule.innermost is self._pass:
-            self.schedule.innermost = self._pass.around
+        schedule, ended, with_grad = self.schedule, self._pass, torch.is_grad_enabled()
+        ended.is_open = False
+        if schedule.innermost is ended:
+            schedule.innermost = ended.forward_parent
         self.phase = Phase.IDLE
         for group in self.groups:
-            group.forward_users -= 1
-        awaited = with_grad and self._pass.has_backward
+            group.forward_users.discard(self.index)
+        awaited = with_grad and ended.has_backward
         if awaited:
-            self.schedule.order.add_pass(self._pass)
-            if self.schedule.in_backward:
+            schedule.add_pass(ended)
+            if schedule.backward is not None:
                 return  # recomputed: the backward that requested it continues with it
         if not reshards:
             return
         # Without a following backward, a root that keeps its parameters for backward frees them.
-        frees = self.auto_reshard and self.is_root and not (with_grad and next_autograd_node() > self._pass.began)
+        frees = self.auto_reshard and self.is_root and not (with_grad and next_autograd_node() > ended.began)
         for group in self.groups:
             if group.forward_users or group.backward_users or group.prefetched:
                 continue
             if group.settings.reshard_after_forward or frees:
-                group.reshard(keep=with_grad, release=True, awaited=awaited and group.settings.unshard_in_backward)
+                group.reshard(keep=with_grad, cache=True, awaited=awaited and group.settings.unshard_in_backward)
             else:
-                group.room.release(group, awaited=awaited)
-
-    def _take_handed(self, handed: HandedContainers) -> None:
-        """Writes forward's additions back to the caller's lists and dicts; backward may enter through them."""
-        if torch.is_grad_enabled() and not transforms_active():
-            for tensor in handed.added():
-                if tensor.requires_grad and made_since(tensor, self._pass.began):
-                    self._watch_output(tensor)
-        handed.give_back(undo=self.schedule.in_backward)
+                schedule.room.cache(group, awaited=awaited)
 
     def _own_outputs(self, output: Any) -> Any:
         """Copies outputs that are parameters, or views of them, because resharding frees the parameters' memory.
@@ -365,7 +420,7 @@ class FSDPState:
         Backward does not enter through one of its `inputs` (their ids): it comes there after it has left.
 
         `_watch_kept` does so for tensors that the modules keep. If none of these is found (a tensor in a global
-        variable), the parameters are gathered in time nevertheless: schedule.py, Note [Ready in order].
+        variable), the parameters are gathered in time nevertheless: Note [Ready in order].
         """
         if not torch.is_grad_enabled():
             return output
@@ -384,7 +439,9 @@ class FSDPState:
             RuntimeError: if a module keeps a parameter that resharding frees, or a view of one.
         """
         with_grad = torch.is_grad_enabled()
-        for module in self._keepers:
+        for reference in self._keepers:
+            if (module := reference()) is None:
+                continue
             for attribute, tensor in tensors_kept_by(module):
                 if with_grad and tensor.requires_grad and made_since(tensor, self._pass.began):
                     self._watch_output(tensor)
@@ -414,13 +471,11 @@ class FSDPState:
         if base is not None and base.requires_grad and made_since(base, self._pass.began):
             base.register_hook(functools.partial(self.pre_backward, of=self._pass))
 
-    @property
-    def _keepers(self) -> Iterator[nn.Module]:
+    @functools.cached_property
+    def _keepers(self) -> list[weakref.ReferenceType[nn.Module]]:
         """The modules of this call that may keep tensors, down to those that have a state of their own."""
-        if self._may_keep is None:
-            found = [module for top in self.modules if (one := top()) is not None for module in _modules_of_call(one)]
-            self._may_keep = [weakref.ref(module) for module in found if keeps_tensors(module)]
-        return (module for reference in self._may_keep if (module := reference()) is not None)
+        modules = [module for top in self.modules if (one := top()) is not None for module in _modules_of_call(one)]
+        return [weakref.ref(module) for module in modules if keeps_tensors(module)]
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
@@ -429,117 +484,165 @@ class FSDPState:
         """Runs when the gradient of an output arrives, or may arrive next; afterwards the parameters are unsharded."""
         if self.phase is Phase.PRE_BACKWARD:
             if not self.groups:  # no hook has reported that backward left it
-                self.enter_outer(of)
-            if of is not self._entered and not self.schedule.order.will_be_left(self._entered):  # nor will one
+                self._enter_parent(of)
+            if of is not self._entered and not self.schedule.will_be_left(self._entered):  # nor will one
                 self._entered = of
-                self.schedule.enter_backward(self, of)
+                self._enter_backward(of)
             return
         self.phase = Phase.PRE_BACKWARD
         self._entered = of
         if events.hub.active:
             events.emit(events.ModuleBegan(self.fqn, "backward", bool(self.is_root)))
-        self.schedule.begin_backward(of)
+        if self.schedule.backward is None:
+            self._begin_backward(of)
         for group in self.groups:
             group.phase = Phase.PRE_BACKWARD
             group.prefetched = False
             group.backward_users.add(self.index)
-        needed = [group for group in self.groups if group.settings.unshard_in_backward]
-        for group in needed:
-            group.report_use()
-            group.unshard(in_backward=True)
+        for group in self.groups:
+            if group.settings.unshard_in_backward:
+                if events.hub.active:
+                    _tell_found(group)
+                group.unshard(in_backward=True)
         for group in self.groups:
             group.wait_for_unshard()
             group.begin_backward()
-        self.schedule.enter_backward(self, of)
-        self.enter_outer(of)  # backward continues there, and may recompute this pass from there
+        self._enter_backward(of)
+        self._enter_parent(of)  # backward continues there, and may recompute this pass from there
 
-    def enter_outer(self, of: Pass) -> None:
+    def _begin_backward(self, of: Pass | None) -> None:
+        self.schedule.refuse_unended("a backward begins", inside=True)
+        self.schedule.begin_backward(of)
+        queue_end_of_backward(self.end_backward)
+
+    def _enter_backward(self, entered: Pass) -> None:
+        """Backward enters a pass: gathers the groups that ran before it in forward.
+
+        If no hook reports that backward leaves it, the next state begins at once: Note [Ready in order].
+        """
+        schedule = self.schedule
+        if schedule.backward is None or not schedule.visit(entered):
+            return
+        passes = schedule.passes
+        if self.backward_prefetch:
+            listed = _alive(self.backward_prefetch)
+            _gather_listed(schedule, listed, in_backward=True)
+            in_order = {one.state for one in passes[-len(listed) :]}
+            for state in listed:
+                if state.index not in in_order:
+                    for group in state.groups:
+                        group.wait_for_unshard()  # no hook reports when backward gets there
+        else:
+            _gather_ahead(schedule, schedule.backward.timetable, in_backward=True)
+        if passes and (passes[-1].began >= entered.began or not schedule.will_be_left(entered)):
+            self._leave_backward()
+
+    def _leave_backward(self) -> None:
+        """Backward leaves a state, so it may enter the one that ran before, whose parameters must be gathered.
+
+        A loop, because no hook may report that backward leaves that one either, and there may be thousands: a model
+        with many inputs that need no gradient, or forwards whose outputs nobody has used.
+        """
+        schedule = self.schedule
+        schedule.leaving += 1
+        if schedule.leaving > 1:  # called by a state that the loop below enters
+            return
+        try:
+            while schedule.leaving and schedule.passes:
+                following = schedule.passes[-1]
+                state = schedule.states[following.state]()
+                if state is None:
+                    break
+                state.pre_backward(of=following)
+                schedule.leaving -= 1
+        finally:
+            schedule.leaving = 0
+
+    def _enter_parent(self, of: Pass) -> None:
         """Backward enters the pass around this one, if there is one."""
-        if of.outer is not None and (outer := self.schedule.order.state_at(of.outer.state)) is not None:
-            outer.pre_backward(of=of.outer)
-
-    def prefetch_for_backward(self) -> list[FSDPState]:
-        """Gathers the groups that the user listed for this state's backward; returns their states."""
-        listed = self._listed(self.backward_prefetch, in_backward=True)
-        self.schedule.gather_listed(listed, in_backward=True)
-        return [state for reference in self.backward_prefetch if (state := reference()) is not None]
-
-    def wait_for_unshard(self) -> None:
-        """Waits for the gathers of its groups that are under way."""
-        for group in self.groups:
-            group.wait_for_unshard()
+        if of.backward_parent is not None:
+            parent = self.schedule.states[of.backward_parent.state]()
+            if parent is not None:
+                parent.pre_backward(of=of.backward_parent)
 
     @no_dynamo
     def post_backward(self, gradients: Sequence[torch.Tensor | None] = ()) -> None:
         """Runs when the gradients of all inputs of a forward are done: reshards and reduces."""
-        self.schedule.begin_backward()
+        schedule = self.schedule
+        if schedule.backward is None:
+            self._begin_backward(None)
+        assert schedule.backward is not None
         self.phase = Phase.IDLE
         # The inner backward of a recomputation may build a graph although the outer one does not.
-        builds_graph = self.schedule.builds_graph or (torch.is_grad_enabled() and not transforms_active())
+        builds_graph = schedule.backward.builds_graph or (torch.is_grad_enabled() and not transforms_active())
         for group in self.groups:
             group.backward_users.discard(self.index)
             if not group.backward_users:
                 # This group may be the next one. When backward is at its end, nothing else needs the memory.
-                group.post_backward(keep=builds_graph, release=bool(self.schedule.order.passes))
+                group.post_backward(keep=builds_graph, cache=bool(schedule.passes))
         if builds_graph:  # a backward through this one enters here
             for gradient in gradients:
                 if gradient is not None and gradient.grad_fn is not None:
                     gradient.register_hook(functools.partial(self.pre_backward, of=self._pass))
         if events.hub.active:
             events.emit(events.ModuleEnded(self.fqn, "backward", bool(self.is_root)))
-        self.schedule.leave_backward()
+        self._leave_backward()
 
+    @outside_transforms
     def end_backward(self) -> None:
-        """Runs at the end of a backward: handles states that our hooks missed, such as inputs without gradients."""
-        if self._depth == 0 and self._in_pass:
-            self._in_pass = False
+        """Ends the backward of all states of the root: frees and reduces what no hook of ours has seen.
+
+        After the last backward it waits for reductions. An error here is one of the backward: it has not ended.
+        """
+        schedule, context = self.schedule, self.schedule.context
+        ended = schedule.end_backward()
+        try:
+            schedule.backwards += 1
+            for state in reversed(schedule.all_states):
+                state._end_own_backward(builds_graph=ended.builds_graph)
+            schedule.room.free_unused(in_backward=True)
+            is_last = schedule.is_last_backward and not schedule.manual_finalization
+            if is_last:
+                if schedule.forward is None:  # else it ran within a forward, whose passes others will visit
+                    schedule.forget_passes()
+                schedule.room.free_cached()
+            if is_last or not context.reductions.has_streams:
+                # On a CPU the last reductions go on only if somebody waits: gradients would come after `zero_grad()`.
+                schedule.finish_reductions()
+            context.settle_gathers()
+            if events.hub.active:
+                events.emit(events.BackwardEnded(is_last))
+        except BaseException:
+            schedule.backward = ended
+            raise
+
+    def _end_own_backward(self, *, builds_graph: bool) -> None:
+        """Handles groups that our hooks missed, because no input of their forward needed a gradient."""
+        if self._pass.is_open and not self._handed:
+            self._pass.is_open = False
             for group in self.groups:
-                group.forward_users -= 1
-        unfinished = self.phase is Phase.PRE_BACKWARD  # no input of its forward needed a gradient
-        self.phase = Phase.FORWARD if self._depth else Phase.IDLE
+                group.forward_users.discard(self.index)
+        unfinished = self.phase is Phase.PRE_BACKWARD
+        self.phase = Phase.FORWARD if self._handed else Phase.IDLE
         for group in self.groups:
             group.backward_users.clear()
             if group.phase is not Phase.POST_BACKWARD or group.has_gradients:
-                group.post_backward(keep=self.schedule.builds_graph)
+                group.post_backward(keep=builds_graph)
             elif not group.forward_users:
-                group.reshard_after_use(keep=self.schedule.builds_graph)
+                group.reshard_after_use(keep=builds_graph)
             group.phase = Phase.IDLE
         if unfinished and events.hub.active:
             events.emit(events.ModuleEnded(self.fqn, "backward", bool(self.is_root)))
-
-    def reset(self) -> None:
-        """Forgets a failed forward or backward."""
-        self._in_pass = False
-        self._pass = Pass(self.index)
-        self._given.clear()
-        self._handed.clear()
-        self._depth = 0
-        self.phase = Phase.IDLE
-
-    # -- casts ---------------------------------------------------------------------------------------------------------
-
-    def _move_inputs(self, value: Any) -> Any:
-        return map_tensors(lambda tensor: tensor.to(self.device), value)  # waits: callers reuse pinned memory
-
-    def _cast_inputs(self, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        dtype = self.mp_policy.param_dtype
-        if dtype is None or not self.mp_policy.cast_forward_inputs:
-            return args, kwargs
-        return cast_floating((args, kwargs), dtype)  # type: ignore[no-any-return]
-
-    def _cast_outputs(self, output: Any) -> Any:
-        dtype = self.mp_policy.output_dtype
-        return output if dtype is None else cast_floating(output, dtype)
 
     # -- state dicts ---------------------------------------------------------------------------------------------------
 
     def to_sharded(self, *unused: Any, **kwargs: Any) -> None:
         """Runs before a state dict is taken: registers sharded parameters on the modules."""
-        self.refuse_unended(f"a state dict of '{self.fqn}' is taken", inside=True)
+        self.schedule.refuse_unended(f"a state dict of '{self.fqn}' is taken", inside=True)
         for group in self.groups:
             if not group.forward_users:
                 group.reshard()
-                group.context.settle_gathers()
+                group.schedule.context.settle_gathers()
 
     def before_load(
         self,
@@ -551,7 +654,7 @@ class FSDPState:
         """Runs before a state dict is loaded: the same. Refuses plain tensors (they would be assigned as they are), but
         not 0-dim ones, which `torch.distributed.checkpoint.state_dict` never distributes: every rank has all of them.
         """
-        self.refuse_unended(f"a state dict is loaded into '{self.fqn}'")
+        self.schedule.refuse_unended(f"a state dict is loaded into '{self.fqn}'")
         self.to_sharded()
         error_messages = args[-1]
         for name, parameter in module._parameters.items():
@@ -575,6 +678,83 @@ class FSDPState:
         """
         for group in self.groups_below:
             group.sweep(loading=True)
+
+
+# -- ends of a step that the user asks for -----------------------------------------------------------------------------
+
+
+@outside_transforms
+def finalize_backward(schedule: Schedule[FSDPState]) -> Finalization:
+    """Reduces waiting gradients and reshards, as configured; gradients are available after a wait."""
+    if not (schedule.manual_finalization or schedule.unfinalized):
+        raise RuntimeError(
+            "finalize_backward was called while the end of the last backward finalizes by itself; call "
+            "set_manual_backward_finalization(True) before the forward"
+        )
+    schedule.refuse_in_backward("finalize_backward")
+    for state in reversed(schedule.all_states):
+        for group in reversed(state.groups):
+            group.finalize_backward()
+    schedule.unfinalized = False
+    schedule.forget_passes()
+    schedule.room.free_cached()
+    return Finalization(schedule)
+
+
+def reset(schedule: Schedule[FSDPState]) -> None:
+    """Forgets a failed iteration: nothing is in flight, everything is sharded, unsharded gradients are dropped."""
+    context = schedule.context
+    if isinstance(context.finalization, Finalization) and not context.finalization.belongs_to(schedule):
+        schedule.refuse_during_finalization("reset_iter_state was called")
+    context.finalization = None
+    schedule.unfinalized = False
+    context.settle_after_failure()
+    schedule.end_backward()
+    schedule.end_forward(complete=False)
+    schedule.forget_passes()
+    for state in schedule.all_states:
+        for group in state.groups:
+            group.abandon()
+        state._pass = Pass(state.index)
+        state._wrapped_inputs.clear()
+        state._handed.clear()
+        state.phase = Phase.IDLE
+    schedule.room.clear()
+
+
+# -- gathers ahead of use ----------------------------------------------------------------------------------------------
+
+
+def _gather_ahead(schedule: Schedule[FSDPState], timetable: Timetable, *, in_backward: bool) -> None:
+    """Starts the gathers that are due, as far as there is room."""
+    for index in timetable.due(schedule.room.states_ahead):
+        state = schedule.states[index]()
+        for group in () if state is None else state.groups:
+            if in_backward and not group.settings.unshard_in_backward:
+                continue
+            if not schedule.room.gather_ahead(group, in_backward=in_backward):
+                return
+
+
+def _gather_listed(schedule: Schedule[FSDPState], listed: Iterable[FSDPState], *, in_backward: bool) -> None:
+    """Gathers the groups of states in the user's explicit list: all, or as many as a budget has room for."""
+    for group in (group for state in listed for group in state.groups):
+        if in_backward and not group.settings.unshard_in_backward:
+            continue
+        if schedule.prefetch.budget is None or group.schedule is not schedule:
+            group.unshard(in_backward=in_backward)
+        elif not schedule.room.gather_ahead(group, in_backward=in_backward):
+            return
+
+
+def _alive(references: Iterable[weakref.ReferenceType[FSDPState]]) -> list[FSDPState]:
+    return [state for reference in references if (state := reference()) is not None]
+
+
+def _tell_found(group: FSDPParamGroup) -> None:
+    """Tells tools whether the group had been prefetched for this use, or kept since its last use."""
+    found = group.is_unsharded or group.residence is Residence.CACHED
+    events.emit((events.PrefetchHit if found else events.PrefetchMiss)(group.label))
 
 
 def _add_module(error: BaseException, fqn: str) -> None:
@@ -617,14 +797,15 @@ class _Inputs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, state: FSDPState, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.state = state
-        ctx.left = state.note_leaving(ctx)
+        ctx.left = state._pass
+        ctx.left.leaving = weakref.ref(ctx)
         ctx.set_materialize_grads(False)
         return inputs
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         ctx.state.post_backward(gradients)
-        ctx.state.enter_outer(ctx.left)  # the gradients continue there
+        ctx.state._enter_parent(ctx.left)  # the gradients continue there
         return (None, *gradients)
 
     @staticmethod

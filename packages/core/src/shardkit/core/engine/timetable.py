@@ -38,16 +38,16 @@ class Prefetch:
 
 
 class Timetable:
-    """The states that a phase is expected to use, by index, soonest first; followed by a cursor."""
+    """The states that a phase is expected to use, by index, soonest first; followed by a cursor.
 
-    def __init__(self, states: Sequence[int] = ()) -> None:
+    It is steady if the last two phases used them in this order.
+    """
+
+    def __init__(self, states: Sequence[int] = (), *, is_steady: bool = False) -> None:
         self.states = tuple(states)
+        self.is_steady = is_steady
         self._next = 0  # place of the first state that has not begun
         self._due = 0  # place of the first state whose gather has not started
-
-    def restart(self) -> None:
-        """The phase begins."""
-        self._next = self._due = 0
 
     def follow(self, state: int) -> bool:
         """A state begins: moves to its next place. False if there is none."""

@@ -13,8 +13,8 @@ the sharded parameter's gradient, and never change. It gets a hook that raises.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NoReturn, cast
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn, cast
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -28,7 +28,7 @@ from shardkit.core.torch_compat import (
 )
 
 __all__ = [
-    "check_gradient",
+    "check_gradients",
     "hooked",
     "lost_summand",
     "mark_gradient",
@@ -93,19 +93,21 @@ def mark_gradient(gradient: torch.Tensor) -> None:
     gradient.__dict__[_MARK] = gradient.untyped_storage().__dict__[_MARK] = id(gradient)
 
 
-def check_gradient(fqn: str, gradient: torch.Tensor | None) -> None:
-    """Raises RuntimeError if other storage was put under the gradient of parameter `fqn` since it was marked.
+def check_gradients(params: Iterable[Any]) -> None:
+    """Raises RuntimeError if other storage was put under the gradient of one of `params` since it was marked.
 
     A copy of a marked gradient has another id; a gradient with swapped contents has no mark.
     """
-    if gradient is None or (mark := gradient.__dict__.get(_MARK)) is None or mark != id(gradient):
-        return
-    if gradient.untyped_storage().__dict__.get(_MARK) != mark:
-        raise RuntimeError(
-            f"the data of the gradient of parameter '{fqn}' was replaced (`parameter.grad.data = ...`). The values of "
-            "this DTensor lie in its local tensor, so the new ones would be lost. Write in place, or assign "
-            "`parameter.grad = ...`, a DTensor like it"
-        )
+    for param in params:
+        gradient = param.sharded_param.grad
+        if gradient is None or (mark := gradient.__dict__.get(_MARK)) is None or mark != id(gradient):
+            continue
+        if gradient.untyped_storage().__dict__.get(_MARK) != mark:
+            raise RuntimeError(
+                f"the data of the gradient of parameter '{param.fqn}' was replaced (`parameter.grad.data = ...`). The "
+                "values of this DTensor lie in its local tensor, so the new ones would be lost. Write in place, or "
+                "assign `parameter.grad = ...`, a DTensor like it"
+            )
 
 
 def lost_summand(fqn: str, gradient: torch.Tensor, sharded: DTensor) -> RuntimeError:
