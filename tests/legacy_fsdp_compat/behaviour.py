@@ -1059,13 +1059,13 @@ def generated(document: str) -> str:
     return document
 
 
-if __name__ == "__main__":
-    DOCUMENT.write_text(generated(DOCUMENT.read_text()))
-
-
 def arguments_of(function: object) -> list[str]:
     return list(inspect.signature(function).parameters)
 
 
 def methods() -> dict[str, object]:
     return {name: value for name, value in vars(stock.FullyShardedDataParallel).items() if not name.startswith("_")}
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(generated(DOCUMENT.read_text()))

@@ -1,6 +1,5 @@
 """FSDP1's features one by one, against stock where stock runs on CPU, against a single process where it does not."""
 
-import contextlib
 import functools
 import sys
 import types
@@ -60,38 +59,6 @@ def alone(world_size: int, steps: int = 3) -> dict[str, Any]:
 
 
 # -- mixed precision ---------------------------------------------------------------------------------------------------
-
-
-def mixed_precision(rank: int, world_size: int, options: dict[str, Any]) -> None:
-    seen = {}
-    for engine in (STOCK, OURS):
-        names = api(engine)
-        model = wrap(engine, Setting(), mixed_precision=names.MixedPrecision(**options))
-        losses = train(model, sgd(model), rank, range(2))
-        buffers = {name.replace("_fsdp_wrapped_module.", ""): value.dtype for name, value in model.named_buffers()}
-        seen[engine] = (losses, whole_state(engine, model), buffers)
-    torch.testing.assert_close(seen[OURS][0], seen[STOCK][0], rtol=2e-2, atol=1e-2)
-    gradients = [parameter.grad.to_local() for parameter in model.parameters()]
-    reduced_in = options.get("reduce_dtype") or options.get("param_dtype")
-    rounded = all(torch.equal(one, one.bfloat16().float()) for one in gradients)
-    assert rounded == (reduced_in == torch.bfloat16), "gradients have the precision of another dtype"
-    assert_same_tensors(seen[STOCK][1], seen[OURS][1], rtol=2e-2, atol=1e-2)
-    assert seen[OURS][2] == seen[STOCK][2]
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"param_dtype": torch.bfloat16},
-        {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32, "buffer_dtype": torch.bfloat16},
-        {"reduce_dtype": torch.bfloat16},
-        {"buffer_dtype": torch.float16},
-        {"param_dtype": torch.float16, "cast_forward_inputs": True},
-    ],
-    ids=str,
-)
-def test_mixed_precision(options: dict[str, Any]):
-    run_ranks(2, mixed_precision, options)
 
 
 class Sees(nn.Module):
@@ -196,19 +163,6 @@ def test_full_precision_in_eval():
     run_ranks(2, full_precision_in_eval)
 
 
-def low_precision_gradients(rank: int, world_size: int) -> None:
-    mixed = api(OURS).MixedPrecision(param_dtype=torch.bfloat16, keep_low_precision_grads=True)
-    model = wrap(OURS, Setting(), mixed_precision=mixed)
-    for step in range(2):  # the second accumulates
-        loss_of(model, rank, step).backward()
-    assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.bfloat16}
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
-
-
-def test_gradients_stay_in_low_precision():
-    run_ranks(2, low_precision_gradients)
-
-
 # -- features that stock lacks on CPU ----------------------------------------------------------------------------------
 
 
@@ -293,46 +247,6 @@ def test_errors_of_the_constructor():
 # -- gradients ---------------------------------------------------------------------------------------------------------
 
 
-def accumulation(rank: int, world_size: int, use_orig_params: bool) -> None:
-    """Without sync, with, without, with: one step."""
-    seen = {}
-    for engine in (STOCK, OURS):
-        model = wrap(engine, Setting(use_orig_params=use_orig_params))
-        optimizer = sgd(model)
-        for step, sync in enumerate([False, True, False, False, True]):
-            with contextlib.nullcontext() if sync else model.no_sync():
-                loss_of(model, rank, step).backward()
-            waits = [parameter.grad is None for parameter in model.parameters()]
-            assert engine == STOCK or waits == [step == 0] * len(waits), "the first gradients stay on their rank"
-        optimizer.step()
-        seen[engine] = whole_state(engine, model)
-    assert_same_tensors(seen[STOCK], seen[OURS], **TOLERANCE)
-
-
-@pytest.mark.parametrize("use_orig_params", [True, False])
-def test_no_sync_mixed_with_synchronised_backwards(use_orig_params: bool):
-    run_ranks(2, accumulation, use_orig_params)
-
-
-def clipping(rank: int, world_size: int, norm_type: float) -> None:
-    seen = {}
-    for engine in (STOCK, OURS):
-        model = wrap(engine, Setting())
-        loss_of(model, rank, 0).backward()
-        norm = model.clip_grad_norm_(0.1, norm_type)
-        seen[engine] = {"norm": norm, **whole_gradients(engine, model)}
-        with pytest.raises(RuntimeError, match="root"):
-            model.blocks[0].clip_grad_norm_(0.1)
-        with pytest.raises(RuntimeError, match="root"), model.blocks[0].no_sync():
-            pass
-    assert_same_tensors(seen[STOCK], seen[OURS], **TOLERANCE)
-
-
-@pytest.mark.parametrize("norm_type", [1, 2.0, 3.5, float("inf")])
-def test_clip_grad_norm(norm_type: float):
-    run_ranks(3, clipping, norm_type)
-
-
 COMPRESSING = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
 
 
@@ -343,12 +257,7 @@ def comm_hook(rank: int, world_size: int, strategy: str, kind: str, monkeypatch:
     for engine in (STOCK, OURS):
         names = api(engine)
         model = wrap(engine, Setting(strategy))
-        sharded = strategy != "NO_SHARD"
-        if kind == "plain":
-            state: Any = default_hooks.DefaultState(dist.group.WORLD)
-            hook: Any = default_hooks.reduce_scatter_hook if sharded else default_hooks.allreduce_hook
-        else:
-            state, hook = default_hooks.LowPrecisionState(dist.group.WORLD), COMPRESSING[kind]
+        state, hook = default_hooks.LowPrecisionState(dist.group.WORLD), COMPRESSING[kind]
         with pytest.raises((AssertionError, ValueError)):
             model.register_comm_hook(state, "not callable")
         model.register_comm_hook(state, hook)
@@ -365,38 +274,10 @@ def with_hook(rank: int, world_size: int, strategy: str, kind: str) -> None:
         comm_hook(rank, world_size, strategy, kind, monkeypatch)
 
 
-@pytest.mark.parametrize("kind", ["plain", "fp16", "bf16"])
+@pytest.mark.parametrize("kind", COMPRESSING)
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-def test_communication_hooks(strategy: str, kind: str):
+def test_compressing_communication_hooks(strategy: str, kind: str):
     run_ranks(2, with_hook, strategy, kind)
-
-
-def scaler(rank: int, world_size: int) -> None:
-    from shardkit.legacy_fsdp_compat import ShardedGradScaler
-
-    model = wrap(OURS, Setting())
-    optimizer = sgd(model)
-    grad_scaler = ShardedGradScaler("cpu", init_scale=8.0, growth_interval=2)
-    before = whole_state(OURS, model)
-    grad_scaler.scale(loss_of(model, rank, 0)).backward()
-    if rank == 1:  # only rows that one rank holds are bad: all must skip the step
-        model.inp.weight.grad.to_local().fill_(float("inf"))
-    grad_scaler.step(optimizer)
-    grad_scaler.update()
-    assert grad_scaler.get_scale() == 4.0
-    assert_same_tensors(before, whole_state(OURS, model), rtol=0, atol=0)
-    for step in range(3):
-        optimizer.zero_grad()
-        grad_scaler.scale(loss_of(model, rank, step)).backward()
-        grad_scaler.unscale_(optimizer)
-        grad_scaler.step(optimizer)
-        grad_scaler.update()
-    assert grad_scaler.get_scale() == 8.0
-    assert_same_tensors(alone(world_size), whole_state(OURS, model), **TOLERANCE)
-
-
-def test_grad_scaler_ranks_agree():
-    run_ranks(2, scaler)
 
 
 def replicas_first(world_size: int) -> Any:
@@ -418,64 +299,6 @@ def test_grad_scaler_looks_at_all_ranks(build: Any, world_size: int, options: di
     from shardkit.legacy_fsdp_compat import ShardedGradScaler
 
     run_ranks(world_size, finds_an_overflow, build, ShardedGradScaler, options)
-
-
-class Unused(nn.Module):
-    """A unit with a parameter that backward does not reach."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.idle = nn.Linear(4, 1), nn.Linear(4, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.used(x)
-
-
-def unused_parameters(rank: int, world_size: int, use_orig_params: bool) -> None:
-    """Weight decay shows whether a parameter had a zero gradient or none."""
-    seen = {}
-    for engine in (STOCK, OURS):
-        torch.manual_seed(0)
-        model = wrap(engine, Setting(use_orig_params=use_orig_params, policy=False), Unused())
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.5)
-        train(model, optimizer, rank, range(2))
-        seen[engine] = whole_state(engine, model)
-    assert_same_tensors(seen[STOCK], seen[OURS], **TOLERANCE)
-
-
-@pytest.mark.parametrize("use_orig_params", [True, False])
-def test_parameters_that_backward_does_not_reach(use_orig_params: bool):
-    run_ranks(2, unused_parameters, use_orig_params)
-
-
-def several_forwards(rank: int, world_size: int) -> None:
-    seen = {}
-    for engine in (STOCK, OURS):
-        model = wrap(engine, Setting())
-        (loss_of(model, rank, 0) + loss_of(model, rank, 1)).backward()
-        seen[engine] = whole_gradients(engine, model)
-    assert_same_tensors(seen[STOCK], seen[OURS], **TOLERANCE)
-
-
-def test_several_forwards_before_a_backward():
-    run_ranks(2, several_forwards)
-
-
-def freezing(rank: int, world_size: int) -> None:
-    seen = {}
-    for engine in (STOCK, OURS):
-        model = wrap(engine, Setting())
-        optimizer = sgd(model)
-        train(model, optimizer, rank, range(1))
-        for name, parameter in named_parameters(model):
-            parameter.requires_grad_("blocks.0" not in name and "bias" not in name)
-        train(model, optimizer, rank, range(1, 3))
-        seen[engine] = whole_state(engine, model)
-    assert_same_tensors(seen[STOCK], seen[OURS], **TOLERANCE)
-
-
-def test_freezing_after_wrapping():
-    run_ranks(2, freezing)
 
 
 class Scaled(nn.Module):
@@ -518,12 +341,8 @@ def fill_and_fail(model: nn.Module) -> None:
 
 def summon(rank: int, world_size: int) -> None:
     names = api(OURS)
-    model, plain = wrap(OURS, Setting()), build()
-    original = dict(plain.named_parameters())
+    model = wrap(OURS, Setting())
     with names.FSDP.summon_full_params(model):
-        for name, parameter in named_parameters(model):
-            torch.testing.assert_close(parameter.detach(), original[name].detach(), rtol=0, atol=0)
-        assert [name for name, _ in named_parameters(model)] == list(original)
         with torch.no_grad():
             model.inp.weight.fill_(3.0)
         model.out.bias = nn.Parameter(torch.full((1,), 7.0))
@@ -532,12 +351,6 @@ def summon(rank: int, world_size: int) -> None:
     state = whole_state(OURS, model)
     assert torch.all(state["inp.weight"] == 3.0)
     assert torch.all(state["out.bias"] == 7.0)
-    with names.FSDP.summon_full_params(model, writeback=False), torch.no_grad():
-        model.inp.weight.fill_(4.0)
-    assert torch.all(whole_state(OURS, model)["inp.weight"] == 3.0)
-    with names.FSDP.summon_full_params(model, recurse=False):
-        assert not isinstance(model.inp.weight, DTensor)
-        assert isinstance(model.blocks[0].up.weight, DTensor)
     with names.FSDP.summon_full_params(model, rank0_only=True, writeback=False, offload_to_cpu=True):
         assert isinstance(model.inp.weight, DTensor) == (rank != 0)
         assert ("inp.weight" in model.state_dict()) == (rank == 0)
@@ -567,22 +380,6 @@ def summon(rank: int, world_size: int) -> None:
 def test_summon_full_params():
     run_ranks(2, summon)
     run_ranks(3, summon)
-
-
-def applied(rank: int, world_size: int) -> None:
-    def fill(module: nn.Module) -> None:
-        if isinstance(module, nn.Linear):
-            assert not isinstance(module.weight, DTensor)
-            nn.init.constant_(module.weight, 0.25)
-
-    model = wrap(OURS, Setting())
-    assert model.apply(fill) is model
-    state = whole_state(OURS, model)
-    assert all(torch.all(state[name] == 0.25) for name in ("inp.weight", "blocks.1.down.weight", "out.weight"))
-
-
-def test_apply_sees_whole_parameters():
-    run_ranks(2, applied)
 
 
 def replicated_state(rank: int, world_size: int) -> None:
@@ -660,44 +457,22 @@ def test_what_is_ignored_is_not_synced():
     run_ranks(2, ignoring_while_syncing)
 
 
-def meta_init(rank: int, world_size: int, how: str) -> None:
-    torch.manual_seed(5)
-    with torch.device("meta"):
-        sequential = nn.Sequential(nn.Linear(4, 5), nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3)))
-    if how == "sync" and rank == 0:
+def meta_init_and_sync(rank: int, world_size: int) -> None:
+    """Rank 0 alone has values."""
+
+    def build_small() -> nn.Module:
         torch.manual_seed(5)
-        sequential = nn.Sequential(nn.Linear(4, 5), nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3)))
-    elif how == "init":
-        pass
+        return nn.Sequential(nn.Linear(4, 5), nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3)))
 
-    def init(module: nn.Module) -> None:
-        module.to_empty(device=CPU, recurse=False)
-        module.reset_parameters()
-
+    with torch.device("meta" if rank else "cpu"):
+        model = build_small()
     names = api(OURS)
-    torch.manual_seed(7 + rank * (how == "sync"))
-    policy = names.ModuleWrapPolicy({nn.Sequential})
-    model = names.FSDP(
-        sequential,
-        auto_wrap_policy=policy,
-        sync_module_states=how == "sync",
-        param_init_fn=init if how == "init" else None,
-    )
-    state = whole_state(OURS, model)
-    everyone: list[Any] = [None] * world_size
-    dist.all_gather_object(everyone, state)
-    for other in everyone:
-        assert_same_tensors(state, other, rtol=0, atol=0)
-    assert all(torch.isfinite(value).all() for value in state.values())
-    if how == "sync":
-        torch.manual_seed(5)
-        expected = nn.Sequential(nn.Linear(4, 5), nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3)))
-        assert_same_tensors(dict(expected.state_dict()), state, rtol=0, atol=0)
+    model = names.FSDP(model, auto_wrap_policy=names.ModuleWrapPolicy({nn.Sequential}), sync_module_states=True)
+    assert_same_tensors(dict(build_small().state_dict()), whole_state(OURS, model), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("how", ["reset", "init", "sync"])
-def test_meta_init(how: str):
-    run_ranks(2, meta_init, how)
+def test_values_of_rank_0_for_modules_on_the_meta_device():
+    run_ranks(2, meta_init_and_sync)
 
 
 def deferred_by_torchdistx(rank: int, world_size: int) -> None:
@@ -716,41 +491,9 @@ def test_torchdistx_is_refused():
     run_ranks(1, deferred_by_torchdistx)
 
 
-def policies(rank: int, world_size: int) -> None:
-    cases = {
-        "transformer": lambda names: functools.partial(
-            names.transformer_auto_wrap_policy, transformer_layer_cls={Block}
-        ),
-        "size": lambda names: functools.partial(names.size_based_auto_wrap_policy, min_num_params=40),
-        "lambda": lambda names: functools.partial(
-            names.lambda_auto_wrap_policy, lambda_fn=lambda module: isinstance(module, nn.LayerNorm)
-        ),
-        "always": lambda names: names.always_wrap_policy,
-        "custom": lambda names: names.CustomPolicy(
-            lambda module: (
-                {"sharding_strategy": names.ShardingStrategy.SHARD_GRAD_OP} if isinstance(module, Block) else False
-            )
-        ),
-        "class": lambda names: names.ModuleWrapPolicy([nn.Linear, Block]),
-    }
-    for name, policy in cases.items():
-        wrapped = {}
-        for engine in (STOCK, OURS):
-            names = api(engine)
-            model = build()
-            if name == "always":
-                model.blocks = nn.Sequential(*model.blocks)  # containers without forward cannot be wrapped
-            model = wrap(engine, Setting(), model, auto_wrap_policy=policy(names))
-            wrapped[engine] = [
-                (path, module.sharding_strategy.name)
-                for path, module in model.named_modules()
-                if isinstance(module, names.FSDP)
-            ]
-            assert names.FSDP.fsdp_modules(model, root_only=True) == [model]
-            assert len(names.FSDP.fsdp_modules(model)) == len(wrapped[engine])
-        assert wrapped[OURS] == wrapped[STOCK], name
+def policies_and_enums_of_stock(rank: int, world_size: int) -> None:
     ours, theirs = api(OURS), api(STOCK)
-    mixed = wrap(OURS, Setting(), auto_wrap_policy=theirs.ModuleWrapPolicy({Block}))  # stock's policy and enum
+    mixed = wrap(OURS, Setting(), auto_wrap_policy=theirs.ModuleWrapPolicy({Block}))
     assert len(ours.FSDP.fsdp_modules(mixed)) == 3
     wrap(OURS, Setting(), sharding_strategy=theirs.ShardingStrategy.NO_SHARD, mixed_precision=theirs.MixedPrecision())
     linear = nn.Linear(2, 2)
@@ -760,8 +503,8 @@ def policies(rank: int, world_size: int) -> None:
         assert ours.wrap(nn.Linear(2, 2))._use_orig_params is True
 
 
-def test_wrap_policies():
-    run_ranks(2, policies)
+def test_policies_and_enums_of_stock():
+    run_ranks(2, policies_and_enums_of_stock)
 
 
 def names_through_wrappers(rank: int, world_size: int) -> None:
@@ -993,13 +736,16 @@ class Branch(nn.Module):
         return self.used(x)
 
 
-def idle_in_two_forwards(rank: int, world_size: int) -> None:
-    """Two forwards through different units, then one backward: both have zero gradients where it did not reach."""
+def idle_in_two_forwards(rank: int, world_size: int, use_orig_params: bool) -> None:
+    """Two forwards through different units, then one backward: both have zero gradients where it did not reach.
+
+    Weight decay shows whether a parameter had a zero gradient or none.
+    """
     seen = {}
     for engine in (STOCK, OURS):
         torch.manual_seed(0)
         policy = api(engine).ModuleWrapPolicy({Branch})
-        model = wrap(engine, Setting(), Branches(), auto_wrap_policy=policy)
+        model = wrap(engine, Setting(use_orig_params=use_orig_params), Branches(), auto_wrap_policy=policy)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.5)
         inputs = batch(rank, 0)[0]
         (model(inputs, 0).sum() + model(inputs, 1).sum()).backward()
@@ -1011,8 +757,9 @@ def idle_in_two_forwards(rank: int, world_size: int) -> None:
     assert_same_tensors(seen[STOCK], seen[OURS], **TOLERANCE)
 
 
-def test_parameters_that_one_of_two_forwards_uses():
-    run_ranks(2, idle_in_two_forwards)
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_parameters_that_one_of_two_forwards_uses(use_orig_params: bool):
+    run_ranks(2, idle_in_two_forwards, use_orig_params)
 
 
 def sparse_gradients(rank: int, world_size: int) -> None:

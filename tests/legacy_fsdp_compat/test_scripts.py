@@ -1,13 +1,9 @@
 """Things that FSDP1 scripts do and stock lets them do: the same numbers, names and types as with stock."""
 
 import copy
-import warnings
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed.fsdp as stock_fsdp
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import sharded_grad_scaler
 from torch.distributed.optim import _NamedOptimizer
@@ -24,7 +20,6 @@ from tests.legacy_fsdp_compat.both import (
     build,
     loss_of,
     train,
-    whole_gradients,
     whole_state,
     wrap,
 )
@@ -86,24 +81,6 @@ def test_optimizer_that_has_stepped_before_the_model_was_wrapped():
     run_ranks(2, built_and_used_before)
 
 
-def built_before_flat(rank: int, world_size: int) -> None:
-    """With use_orig_params=False stock silently trains nothing."""
-    original = build()
-    optimizer = OPTIMIZERS["sgd"](original.parameters())
-    model = wrap(STOCK, Setting(use_orig_params=False), original)
-    before = whole_state(STOCK, model)
-    train(model, optimizer, rank, range(1))
-    assert_same_tensors(before, whole_state(STOCK, model), rtol=0, atol=0)
-    original = build()
-    optimizer = OPTIMIZERS["sgd"](original.parameters())
-    with pytest.raises(RuntimeError, match=r"this SGD holds a plain tensor for parameter 'inp\.weight'"):
-        train(wrap(OURS, Setting(use_orig_params=False), original), optimizer, rank, range(1))
-
-
-def test_optimizer_built_before_flat_parameters():
-    run_ranks(2, built_before_flat)
-
-
 def named_optimizer(rank: int, world_size: int, in_groups: bool) -> None:
     """Its keys are the names of `named_parameters()`. Stock's own conversion raises KeyError for them."""
     fsdp, kinds = api(OURS).FSDP, api(OURS).StateDictType
@@ -136,38 +113,6 @@ def test_optimizer_that_goes_by_names(in_groups: bool):
 
 
 # -- arguments ---------------------------------------------------------------------------------------------------------
-
-
-def device_as_a_string(rank: int, world_size: int) -> None:
-    for engine in (STOCK, OURS):
-        model = api(engine).FSDP(build(), device_id="cpu")
-        assert model.compute_device == CPU
-        model(batch(rank, 0)[0]).sum().backward()
-
-
-def test_device_id_as_a_string():
-    run_ranks(2, device_as_a_string)
-
-
-def everything_ignored(rank: int, world_size: int, argument: str) -> None:
-    seen = {}
-    for engine in (STOCK, OURS):
-        original = build()
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            model = api(engine).FSDP(original, device_id="cpu", use_orig_params=True, **{argument: [original]})
-        assert any("ignor" in str(one.message) for one in caught)
-        model(batch(rank, 0)[0]).sum().backward()
-        torch.optim.SGD(model.parameters(), lr=0.1).step()
-        seen[engine] = {name: parameter.detach() for name, parameter in model.named_parameters()}
-        assert {type(parameter) for parameter in model.parameters()} == {nn.Parameter}
-        assert list(model.state_dict()) == list(original.state_dict())
-    assert_same_tensors(seen[STOCK], seen[OURS], rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("argument", ["ignored_modules", "ignored_states"])
-def test_the_root_is_ignored(argument: str):
-    run_ranks(2, everything_ignored, argument)
 
 
 def losses_to_scale(rank: int, world_size: int) -> None:
@@ -217,29 +162,6 @@ def test_two_dimensional_mesh(named: bool):
 # -- wrapping again ----------------------------------------------------------------------------------------------------
 
 
-def another_root(rank: int, world_size: int) -> None:
-    """A unit that has run below one root is put below a second one; both are used in turn."""
-    seen = {}
-    for engine in (STOCK, OURS):
-        fsdp = api(engine).FSDP
-        torch.manual_seed(0)
-        arguments = {"use_orig_params": True, "device_id": CPU}
-        shared, heads = fsdp(nn.Linear(4, 4), **arguments), [nn.Linear(4, 4), nn.Linear(4, 4)]
-        roots = []
-        for head in heads:
-            roots.append(fsdp(nn.Sequential(shared, head), **arguments))
-            roots[-1](batch(rank, 0)[0]).square().sum().backward()
-        for step in range(1, 3):
-            for root in roots:
-                root(batch(rank, step)[0]).square().sum().backward()
-        seen[engine] = {f"{i}.{n}": g for i, root in enumerate(roots) for n, g in whole_gradients(engine, root).items()}
-    assert_same_tensors(seen[STOCK], seen[OURS], **TOLERANCE)
-
-
-def test_a_unit_below_two_roots():
-    run_ranks(2, another_root)
-
-
 def used_before_wrapping(rank: int, world_size: int) -> None:
     """These calls do not make a unit a root: a module may still be wrapped around it."""
     for use in ("summon_full_params", "state_dict", "apply", "optim_state_dict"):
@@ -263,91 +185,7 @@ def test_units_that_were_used_before():
     run_ranks(2, used_before_wrapping)
 
 
-class Stage(nn.Module):
-    """Each rank has another name for its first layer."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__()
-        self.own = f"stage{rank}"
-        setattr(self, self.own, nn.Linear(4, 6))
-        self.common = nn.Linear(6, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.common(getattr(self, self.own)(x))
-
-
-def names_by_rank(rank: int, world_size: int) -> None:
-    seen = {}
-    for engine in (STOCK, OURS):
-        names = api(engine)
-        torch.manual_seed(0)
-        policy = names.ModuleWrapPolicy({nn.Linear})
-        model = wrap(engine, Setting(policy=False), Stage(rank), auto_wrap_policy=policy)
-        losses = train(model, OPTIMIZERS["adam"](model.parameters()), rank, range(3))
-        seen[engine] = {"losses": torch.tensor(losses), **whole_state(engine, model)}
-        assert f"stage{rank}.weight" in seen[engine]
-    assert_same_tensors(seen[STOCK], seen[OURS], **TOLERANCE)
-
-
-def test_names_that_depend_on_the_rank():
-    run_ranks(2, names_by_rank)
-
-
 # -- attributes that scripts read --------------------------------------------------------------------------------------
-
-
-def decayed(model: nn.Module) -> tuple[set[str], set[str]]:
-    """The filter of many scripts: names from a walk over modules, looked up among `named_parameters()`."""
-    decay: set[str] = set()
-    for module_name, module in model.named_modules():
-        for name, _ in module.named_parameters(recurse=False):
-            if name.endswith("weight") and isinstance(module, nn.Linear):
-                decay.add(f"{module_name}.{name}" if module_name else name)
-    known = dict(model.named_parameters())
-    return {name for name in decay if name in known}, known.keys() - decay
-
-
-def names_of_parameters(rank: int, world_size: int) -> None:
-    seen = {}
-    for engine in (STOCK, OURS):
-        fsdp = api(engine).FSDP
-        model = wrap(engine, Setting())
-        outside = [name for name, _ in model.named_parameters()], [name for name, _ in model.named_buffers()]
-        part = [name for name, _ in model.module.blocks[0].named_parameters(prefix="x")]
-        with fsdp.summon_full_params(model):
-            inside = [name for name, _ in model.named_parameters()], [name for name, _ in model.named_buffers()]
-            of_module = [name for name, _ in model.module.named_parameters()]
-        seen[engine] = outside, part, inside, of_module, decayed(model)
-    assert seen[OURS] == seen[STOCK]
-    assert len(seen[OURS][-1][0]) == 6
-
-
-def test_names_of_parameters():
-    run_ranks(2, names_of_parameters)
-
-
-def types_and_attributes(rank: int, world_size: int) -> None:
-    seen: dict[str, Any] = {}
-    for engine in (STOCK, OURS):
-        fsdp = api(engine).FSDP
-        model: Any = wrap(engine, Setting())
-        model(batch(rank, 0)[0]).sum().backward()
-        assert isinstance(model.params, list)
-        assert all(isinstance(parameter, nn.Parameter) for parameter in model.params)
-        seen[engine] = (
-            type(model) is fsdp,
-            isinstance(model, stock_fsdp.FSDPModule),
-            [type(one).__name__ for one in model.modules()],
-            repr(model),
-            [sum(one is parameter for parameter in model.parameters()) for one in model.params] != [],
-            model.double() is model,
-            {parameter.dtype for parameter in model.parameters()},
-        )
-    assert seen[OURS] == seen[STOCK]
-
-
-def test_types_and_attributes():
-    run_ranks(2, types_and_attributes)
 
 
 def not_copied(rank: int, world_size: int) -> None:
