@@ -17,7 +17,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import shardkit.core as shardkit
-from shardkit.core import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, fully_shard
+from shardkit.core import (
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from tests.core.parameters.installed_adapters import no_installed_adapters
 from tests.support import RankFailure, rank_mesh, run_ranks
 from tests.support.models import MLP
@@ -260,6 +266,9 @@ def _bad_settings(rank: int, world_size: int) -> None:
         model.set_reshard_after_forward(2)
     with pytest.raises(NotImplementedError, match="NCCL"):
         model.set_symm_mem_for_comm("MPI")
+    with pytest.raises(ValueError, match=r"FSDPMLP has no method 'generate'"):
+        register_fsdp_forward_method(model, "generate")
+    register_fsdp_forward_method(nn.Linear(2, 2), "generate")  # no-op, as in stock
     _step(model)
     with pytest.raises(RuntimeError, match=r"on the root, 'blocks\.1' is below it"):
         model.blocks[1].reset_iter_state()
@@ -620,36 +629,6 @@ def test_parameter_replaced_by_a_plain_one() -> None:
 # -- communication -----------------------------------------------------------------------------------------------------
 
 
-class _WrongSize:
-    def allocate(self, size: tuple[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(size[0] + 1, dtype=dtype, device=device)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        raise AssertionError("must not run")
-
-
-def _custom_of_wrong_size(rank: int, world_size: int) -> None:
-    model = _mlp()
-    model.blocks[1].set_custom_all_gather(_WrongSize())
-    for _ in range(2):
-        with pytest.raises(ValueError, match=r"blocks\.1: _WrongSize\.allocate returned \d+ elements, expected \d+"):
-            _step(model)
-        model.reset_iter_state()
-
-    model = _mlp()
-    model.blocks[1].set_custom_reduce_scatter(_WrongSize())
-    for _ in range(2):
-        with pytest.raises(ValueError, match=r"blocks\.1: _WrongSize\.allocate returned \d+ elements, expected \d+"):
-            _step(model)
-        with pytest.raises(RuntimeError, match="reset_iter_state"):
-            _step(model)
-        model.reset_iter_state()
-
-
-def test_custom_communication_of_a_wrong_size() -> None:
-    _run(_custom_of_wrong_size)
-
-
 class _Branches(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -895,30 +874,3 @@ def _sparse_gradient(rank: int, world_size: int, sync: bool) -> None:
 @pytest.mark.parametrize("sync", [True, False])
 def test_a_sparse_gradient(sync: bool) -> None:
     run_ranks(2, _sparse_gradient, sync)
-
-
-def _offload_moved_back(rank: int, world_size: int) -> None:
-    model = _mlp(offload_policy=CPUOffloadPolicy())
-    _step(model)
-    model.to("meta")
-    with pytest.raises(RuntimeError, match=r"'inp\.weight' is still on the meta device"):
-        _step(model)
-
-
-def test_offloaded_parameters_moved() -> None:
-    _run(_offload_moved_back)
-
-
-def _unusable_method(rank: int, world_size: int) -> None:
-    from shardkit.core import register_fsdp_forward_method
-
-    model = _mlp()
-    with pytest.raises(ValueError, match=r"FSDPMLP has no method 'generate'"):
-        register_fsdp_forward_method(model, "generate")
-    mesh = init_device_mesh("cpu", (2,))
-    register_fsdp_forward_method(nn.Linear(2, 2), "generate")  # no-op, as in stock
-    assert mesh.size() == 2
-
-
-def test_registering_a_method_that_is_not_there() -> None:
-    _run(_unusable_method)

@@ -666,19 +666,6 @@ def test_threaded_group(ranks: int, hsdp: bool) -> None:
             torch.testing.assert_close(shard, expected_shards[fqn], rtol=1e-4, atol=1e-6)
 
 
-def fake_group(rank: int, world_size: int, fake_rank: int, fake_world: int, hsdp: bool) -> Any:
-    """One process stands for a rank of many; nothing is sent, so only shapes and the lack of errors mean something."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.destroy_process_group()
-    dist.init_process_group("fake", store=FakeStore(), rank=fake_rank, world_size=fake_world)
-    shape, names = ((2, fake_world // 2), ("replicate", "shard")) if hsdp else ((fake_world,), ("shard",))
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    assert not _runs_in_place(mesh)
-    losses, shards = _train(mesh, fake_rank)
-    return losses, {fqn: tuple(shard.shape) for fqn, shard in shards.items()}
-
-
 def fake_layout(rank: int, world_size: int) -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -694,18 +681,6 @@ def fake_layout(rank: int, world_size: int) -> None:
 
 def test_shards_are_contiguous_where_they_are_not_moved_to_shared_memory() -> None:
     run_ranks(1, fake_layout, isolated=True)
-
-
-@pytest.mark.parametrize(("fake_rank", "fake_world", "hsdp"), [(0, 4, False), (7, 8, False), (5, 16, True)])
-def test_fake_group(fake_rank: int, fake_world: int, hsdp: bool) -> None:
-    ((losses, shapes),) = run_ranks(1, fake_group, fake_rank, fake_world, hsdp, isolated=True)
-    assert len(losses) == 3
-    shard_size = fake_world // 2 if hsdp else fake_world
-    for fqn, full in _mean_gradients([0]).items():
-        chunks = full.chunk(shard_size)
-        place = fake_rank % shard_size
-        expected = tuple(chunks[place].shape) if place < len(chunks) else (0, *full.shape[1:])
-        assert shapes[fqn] == expected, fqn
 
 
 # -- named mesh axes ---------------------------------------------------------------------------------------------------
@@ -790,33 +765,3 @@ def stock_names(rank: int, world_size: int) -> None:
 
 def test_dims_of_stock() -> None:
     run_ranks(4, stock_names)
-
-
-def default_mesh(rank: int, world_size: int) -> None:
-    model = _model(shardkit)
-    assert {parameter.device_mesh.size() for parameter in model.parameters()} == {world_size}
-    _gradients(model, rank)
-    _assert_full(model, _mean_gradients(range(world_size)))
-
-
-def test_default_mesh() -> None:
-    run_ranks(2, default_mesh)
-
-
-def bad_names(rank: int, world_size: int) -> None:
-    mesh = rank_mesh((1, 1, 1), ("a", "b", "c"))
-    for dims, match in [
-        ({"shard": "d"}, r"\['d'\].*'a', 'b', 'c'"),
-        ({"shard": "a", "replicate": "a"}, "twice"),
-        ({"shard": ("a", "a")}, "twice"),
-    ]:
-        with pytest.raises(ValueError, match=match):
-            _model(shardkit, mesh=mesh, dp_mesh_dims=shardkit.DataParallelMeshDims(**dims))
-    with pytest.raises(ValueError, match="no axis names"):
-        _model(shardkit, mesh=rank_mesh((1,)), dp_mesh_dims=shardkit.DataParallelMeshDims(shard="a"))
-    with pytest.raises(ValueError, match="neither"):
-        shardkit.DataParallelMeshDims()
-
-
-def test_bad_names() -> None:
-    run_ranks(1, bad_names)

@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from shardkit.core import MixedPrecisionPolicy, events, fully_shard
-from shardkit.core.engine.group import Residence
 from shardkit.core.engine.step import state_of
 from tests.support import run_ranks
 
@@ -151,35 +149,10 @@ def test_bound_of_micro_batches(depth: int) -> None:
     run_ranks(2, _bounds_of_micro_batches, depth)
 
 
-def _prefetched_with_inner_backwards(rank: int, world_size: int) -> None:
-    """Reentrant recomputation is a backward within a backward. Forwards that wait for their own do not affect it."""
-    seen = {}
-    for waiting in (0, 2):
-        model = _chain()
-        model.forward = lambda x, model=model: model.out(_recomputing_chain(model, model.inp(x)))
-        with Meter() as meter:
-            for _ in range(2):
-                model.set_is_last_backward(False)
-                losses = [model(torch.randn(2, WIDTH, requires_grad=True)).sum() for _ in range(1 + waiting)]
-                meter.start_phase()
-                losses[0].backward()
-                seen[waiting] = [*meter.hits], [*meter.misses]
-                for loss in losses[1:]:
-                    loss.backward()
-                model.set_is_last_backward(True)
-                (model(torch.randn(2, WIDTH)).sum() * 0).backward()
-    assert seen[2] == seen[0]
-    assert len(seen[0][0]) >= BLOCKS // 2
-
-
 def _recomputing_chain(model: Any, x: Tensor, every: int = 3) -> Tensor:
     for index, block in enumerate(model.blocks):
         x = checkpoint(block, x, use_reentrant=True) if index % every == every - 1 else block(x)
     return x
-
-
-def test_prefetching_around_inner_backwards() -> None:
-    run_ranks(2, _prefetched_with_inner_backwards)
 
 
 def _bound_with_inner_backwards(rank: int, world_size: int) -> None:
@@ -232,48 +205,6 @@ def _changing_order(rank: int, world_size: int) -> None:
                 assert meter.block_bytes == meter.root_bytes == 0, f"backward {order} at depth {depth}"
 
 
-def _run_otherwise(rank: int, world_size: int) -> None:
-    """A forward leaves out modules of the learnt order: their group still ends sharded, as after any backward."""
-    model = _chain(2, reshard_after_forward=2)
-    first, last = model.blocks[0], model.blocks[1]
-    for layers in ([first, first, last], [first, first, last], [first]):
-        model.forward = lambda x, layers=layers: model.out(_run_through(layers, x))
-        loss = model(torch.randn(2, WIDTH)).sum()
-        (group,) = state_of(first).groups
-        assert group.residence in (Residence.KEPT, Residence.CACHED), layers
-        loss.backward()
-        assert group.residence is Residence.SHARDED
-    for layers in ([first, first, last], [first, first]):
-        model.forward = lambda x, layers=layers: _run_through(layers, x)
-        last.unshard()
-        with torch.no_grad():
-            model(torch.randn(2, WIDTH))
-    assert not isinstance(last.weight, DTensor)  # the user's, who has not given it back
-
-
-def test_what_the_learnt_order_promised_in_vain() -> None:
-    run_ranks(4, _run_otherwise)
-
-
-def _without_backward(rank: int, world_size: int) -> list[str]:
-    """The gathers of a backward, if backward did not reach some block in the iteration before."""
-    model = _chain()
-    x = torch.randn(2, WIDTH)
-    detached, last = model.blocks[0], model.blocks[1]
-    model.forward = lambda x, both=True: model.out(last(detached(x).detach() if both else x))
-    model(x).sum().backward()
-    loss = model(x, both=False).sum()
-    seen: list[events.Event] = []
-    with events.subscribe(seen.append):
-        loss.backward()
-    return [one.fqn for one in seen if isinstance(one, events.GatherStarted)]
-
-
-def test_each_iteration_forgets_what_backward_did_not_reach() -> None:
-    for gathered in run_ranks(2, _without_backward):
-        assert gathered == []  # forward has left blocks.1 where it is
-
-
 def _many_without_backward(rank: int, world_size: int) -> None:
     """An evaluation that forgets `no_grad`, then a training step, whose gradients are those of that step alone."""
     reference = nn.Linear(4, 4)
@@ -316,38 +247,6 @@ def _many_towers(rank: int, world_size: int) -> None:
 
 def test_many_inputs_without_gradients() -> None:
     run_ranks(1, _many_towers)
-
-
-class Around(nn.Module):
-    """A layer around a block that another module may share."""
-
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.block, self.out = block, nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.block(x))
-
-
-def _shared_block(rank: int, world_size: int) -> list[str]:
-    """The gathers of a backward through a block in two modules, which run far apart."""
-    model = _chain()
-    shared = model.blocks[0]
-    first, last = (fully_shard(Around(shared)) for _ in range(2))
-    model.first, model.last = first, last
-    model.forward = lambda x: last(_run_through(list(model.blocks[1:]), first(x)))
-    for _ in range(2):
-        loss = model(torch.randn(2, WIDTH, requires_grad=True)).sum()
-        seen: list[events.Event] = []
-        with events.subscribe(seen.append):
-            loss.backward()
-    return [one.fqn for one in seen if isinstance(one, events.GatherStarted)]
-
-
-def test_a_shared_block_enters_the_module_of_its_pass() -> None:
-    for gathered in run_ranks(2, _shared_block):
-        assert "last" not in gathered  # it is still there from forward
-        assert gathered.count("first") == 1
 
 
 def _one_forward_ahead(rank: int, world_size: int, ahead: int) -> None:

@@ -16,7 +16,7 @@ from shardkit.core.engine.group import FSDPParamGroup
 from shardkit.core.engine.step import state_of
 from tests.core.engine.single_process import batch
 from tests.support import networked_mesh, rank_mesh, run_ranks
-from tests.support.models import Block, Routes
+from tests.support.models import Block
 
 WIDTH = 7  # no world size but 1 divides it: all shards are uneven
 EVERYTHING = sys.maxsize
@@ -228,38 +228,6 @@ def _ahead(rank: int, world_size: int) -> None:
 
 def test_a_budget_is_the_number_of_groups_that_fit() -> None:
     run_ranks(2, _ahead)
-
-
-def _nested(rank: int, world_size: int) -> None:
-    """Blocks in blocks, skipped, repeated, and one that calls itself."""
-    for reshard in (True, False, 2) if world_size == 4 else (True, False):
-        seen: list[list[Tensor]] = []
-        for budget in (None, 2200, 3000, EVERYTHING):
-            torch.manual_seed(0)
-            model: Any = Routes()
-            mesh = networked_mesh((world_size,))
-            for module in (model.outer[1], *model.children()):
-                fully_shard(module, mesh=mesh, reshard_after_forward=reshard)
-            fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
-            model.set_prefetch_budget(budget)
-            meter = Meter()
-            gradients: list[Tensor] = []
-            with events.subscribe(meter):
-                for route in ("omain", "oia", "oia", "aaoa", "nmmii", "omain", "io"):
-                    model.zero_grad()
-                    model(batch(rank, 3, 4), route).square().mean().backward()
-                    gradients += [p.grad.to_local().clone() for p in model.parameters() if p.grad is not None]
-                    assert meter.now == 0
-            if budget is not None:
-                assert 0 < meter.peak <= budget
-            seen.append(gradients)
-        for other in seen[1:]:
-            assert all(torch.equal(one, two) for one, two in zip(seen[0], other, strict=True))
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_nested_groups(world_size: int) -> None:
-    run_ranks(world_size, _nested)
 
 
 # -- budgets that are too small ----------------------------------------------------------------------------------------

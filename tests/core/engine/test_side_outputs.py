@@ -127,11 +127,6 @@ def _both(model: nn.Module, rank: int) -> Tensor:
     return loss
 
 
-def _aux_alone(model: nn.Module, rank: int) -> Tensor:
-    aux: Tensor = model(batch(rank, 8, WIDTH))[1]
-    return aux
-
-
 def _train(rank: int, world_size: int, kind: str, way: str) -> None:
     for depth in (1, 0, 2):
         twins = _twins(rank, world_size, kind, way)
@@ -145,36 +140,6 @@ def _train(rank: int, world_size: int, kind: str, way: str) -> None:
 @pytest.mark.parametrize("kind", MESHES)
 def test_a_loss_kept_aside(kind: str, way: str) -> None:
     run_ranks(2, _train, kind, way)
-
-
-def _train_on_aux(rank: int, world_size: int, way: str) -> None:
-    """The model's output is not part of the loss, so backward reaches the blocks only through the kept losses."""
-    twins = _twins(rank, world_size, "networked", way)
-    for _ in range(3):
-        twins.step(_aux_alone)
-
-
-@pytest.mark.parametrize("way", [way for way in WAYS if way != "global"])
-def test_a_loss_kept_aside_alone(way: str) -> None:
-    run_ranks(2, _train_on_aux, way)
-
-
-def _backward_twice(rank: int, world_size: int, way: str) -> None:
-    """In the second backward over one graph the order of blocks is not known any more."""
-    twins = _twins(rank, world_size, "networked", way)
-    for _ in range(2):
-        losses = [(twins.sharded, _both(twins.sharded, rank), 1)]
-        losses += [(twins.whole, _both(twins.whole, other), world_size) for other in range(world_size)]
-        for _, loss, share in losses:
-            for last in (False, True):
-                (loss / share).backward(retain_graph=not last)
-        twins.check_gradients()
-        twins.update()
-
-
-@pytest.mark.parametrize("way", [way for way in WAYS if way != "global"])
-def test_two_backwards_over_one_graph(way: str) -> None:
-    run_ranks(2, _backward_twice, way)
 
 
 # Which of four forwards each backward is over, in order.
@@ -216,49 +181,6 @@ def _micro_batches(rank: int, world_size: int, kind: str, way: str, plan: str, d
 def test_backwards_of_micro_batches(kind: str, plan: str, depth: int, inputs: bool) -> None:
     for way in ("attribute", "global"):
         run_ranks(2, _micro_batches, kind, way, plan, depth, inputs)
-
-
-class Recomputing(nn.Module):
-    """Blocks that backward recomputes: every second one by a backward of its own if `reentrant`, the others not."""
-
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(lambda _, hidden, aux: hidden + aux) for _ in range(6))
-        self.reentrant = reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        for index, block in enumerate(self.blocks):
-            x = checkpoint(block, x, use_reentrant=self.reentrant and index % 2 == 0)
-        return x
-
-
-def _recompute_micro_batches(rank: int, world_size: int, reentrant: bool) -> None:
-    def shard(model: Recomputing) -> None:
-        mesh = networked_mesh((world_size,))
-        for block in model.blocks:
-            fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-
-    twins = Twins.of(rank, world_size, lambda: Recomputing(reentrant), shard)
-
-    def losses(model: nn.Module, rank: int) -> list[Tensor]:
-        return [model(batch(rank + 7 * number, 8, WIDTH).requires_grad_()).square().mean() for number in range(3)]
-
-    for order in ((0, 1, 2), (2, 0, 1)):
-        mine, theirs = losses(twins.sharded, rank), [losses(twins.whole, other) for other in range(world_size)]
-        for number in order:
-            twins.sharded.set_is_last_backward(number == order[-1])
-            mine[number].backward()
-            for one in theirs:
-                (one[number] / world_size).backward()
-        twins.check_gradients()
-        twins.update()
-        twins.check_parameters()
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_backwards_of_recomputed_micro_batches(reentrant: bool) -> None:
-    run_ranks(2, _recompute_micro_batches, reentrant)
 
 
 # -- outputs that their user changes in place --------------------------------------------------------------------------
@@ -334,28 +256,6 @@ def _replace(module: nn.Module, args: Any, output: Tensor) -> Tensor:
 @pytest.mark.parametrize("kind", MESHES)
 def test_outputs_changed_in_place(kind: str, change: str, hooked: bool) -> None:
     run_ranks(2, _change_views, kind, change, hooked)
-
-
-def _change_the_last(rank: int, world_size: int) -> None:
-    """No later block ends after the change, and the root's output is the view itself."""
-    twins = Twins.of(
-        rank, world_size, lambda: Viewed(_add_one), lambda model: [fully_shard(one) for one in (*model.blocks, model)]
-    )
-    for model in (twins.sharded, twins.whole):
-        model.blocks = model.blocks[-1:]
-        model.inp = nn.Identity()
-
-    def loss(model: nn.Module, rank: int) -> Tensor:
-        output = model(batch(rank, 64, WIDTH))
-        output.mul_(2)
-        return output.square().sum()  # type: ignore[no-any-return]
-
-    for _ in range(3):
-        twins.step(loss)
-
-
-def test_the_output_of_the_model_changed_in_place() -> None:
-    run_ranks(2, _change_the_last)
 
 
 # -- cases that cannot be supported raise ------------------------------------------------------------------------------
