@@ -1,24 +1,13 @@
 """State dicts against stock's: the same keys, placements and shards, exchanged both ways, directly and through DCP."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    get_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-    set_state_dict,
-)
 
 from tests.support import run_ranks
-from tests.support.features import FEATURES, runs_on
+from tests.support.features import runs_on
 from tests.support.parity import CANDIDATE, OPTIMIZERS, STOCK, Case, build, load_api, shard, sum_in_rank_order
 from tests.support.schedules import Run, plain
 from tests.support.trace import Trace, assert_same
@@ -114,48 +103,6 @@ def _cloned(tree: Any) -> Any:
     return torch.utils._pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, tree)
 
 
-def exchange_by_checkpoint(rank: int, world_size: int, case: Case, source: str, target: str, directory: Path) -> None:
-    """Save with one engine through torch.distributed.checkpoint, load with the other."""
-    trained = Trained(rank, world_size, case, source, steps=2)
-    model_state, optimizer_state = get_state_dict(trained.model, trained.optimizer)
-    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=directory)
-    fresh = Trained(rank, world_size, case, target, steps=0)
-    model_state, optimizer_state = get_state_dict(fresh.model, fresh.optimizer)
-    state = {"model": model_state, "optimizer": optimizer_state}
-    dcp.load(state, checkpoint_id=directory)
-    set_state_dict(fresh.model, fresh.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    assert_same(trained.observe(), fresh.observe())
-
-
-def states_of(trained: Trained, options: StateDictOptions) -> Trace:
-    trace = Trace()
-    trace.add_tree("model", get_model_state_dict(trained.model, options=options))
-    trace.add_tree("optimizer", get_optimizer_state_dict(trained.model, trained.optimizer, options=options))
-    return trace
-
-
-def same_states(rank: int, world_size: int, case: Case, options: dict[str, Any]) -> None:
-    """torch.distributed.checkpoint.state_dict returns the same for both engines."""
-    expected = Trained(rank, world_size, case, STOCK, steps=2)
-    seen = Trained(rank, world_size, case, CANDIDATE, steps=2)
-    assert_same(states_of(expected, StateDictOptions(**options)), states_of(seen, StateDictOptions(**options)))
-
-
-def restored(rank: int, world_size: int, case: Case, source: str, target: str, options: dict[str, Any]) -> None:
-    """The state dicts of get_* for one engine are passed to set_* of the other."""
-    choice = StateDictOptions(**options)
-    trained = Trained(rank, world_size, case, source, steps=2)
-    fresh = Trained(rank, world_size, case, target, steps=0)
-    reading = StateDictOptions(**{k: v for k, v in options.items() if k != "broadcast_from_rank0"})
-    model_state = get_model_state_dict(trained.model, options=reading)
-    optimizer_state = _cloned(get_optimizer_state_dict(trained.model, trained.optimizer, options=reading))
-    if options.get("broadcast_from_rank0") and rank != 0:
-        model_state, optimizer_state = {}, {}
-    set_model_state_dict(fresh.model, model_state, options=choice)
-    set_optimizer_state_dict(fresh.model, fresh.optimizer, optimizer_state, options=choice)
-    assert_same(trained.observe(), fresh.observe())
-
-
 @pytest.mark.daily(world_size=[1, 3])
 @both_ways
 @all_cases
@@ -176,46 +123,3 @@ def test_load_state_dict_assigns(source: str, target: str, features: tuple[str, 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_load_optimizer_state_dict(source: str, target: str, optimizer: str, world_size: int) -> None:
     run_ranks(world_size, exchange_optimizer, Case("mlp", optimizer=optimizer), source, target)
-
-
-@pytest.mark.daily(world_size=[3])
-@both_ways
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("features", [(), ("grouped",)])
-def test_distributed_checkpoint(
-    source: str, target: str, features: tuple[str, ...], world_size: int, tmp_path: Path
-) -> None:
-    case = Case("transformer", features, optimizer="adamw")
-    run_ranks(world_size, exchange_by_checkpoint, case, source, target, tmp_path)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"full_state_dict": True},
-        {"full_state_dict": True, "cpu_offload": True},
-        {"ignore_frozen_params": True},
-        {"flatten_optimizer_state_dict": True},
-    ],
-    ids="-".join,
-)
-def test_state_dict_helpers(options: dict[str, Any], world_size: int) -> None:
-    run_ranks(world_size, same_states, Case("frozen", optimizer="adamw"), options)
-
-
-@pytest.mark.daily(world_size=[3])
-@both_ways
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"full_state_dict": True}, {"full_state_dict": True, "broadcast_from_rank0": True}],
-    ids="-".join,
-)
-def test_setters(source: str, target: str, options: dict[str, Any], world_size: int) -> None:
-    run_ranks(world_size, restored, Case("transformer", optimizer="adamw"), source, target, options)
-
-
-def test_layouts_name_known_features() -> None:
-    assert {name for _, case in CASES for name in case.features} <= set(FEATURES)

@@ -24,11 +24,11 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 import shardkit.core as shardkit
 from tests.support import rank_mesh, run_ranks
-from tests.support.models import MLP, MODELS, Transformer
+from tests.support.models import MODELS
 from tests.support.trace import Trace, assert_same
 
 WORLD_SIZES = (1, 2, 3, 4)
@@ -38,10 +38,6 @@ def _mesh(world_size: int, kind: str) -> DeviceMesh:
     if kind == "hsdp":
         return rank_mesh((2, world_size // 2), ("replicate", "shard"))
     return rank_mesh((world_size,))
-
-
-def _dim_1(parameter: nn.Parameter) -> Shard | None:
-    return Shard(1) if parameter.ndim > 1 else None
 
 
 def _build(api: Any, model: str, mesh: DeviceMesh, seed: int = 0, **options: Any) -> nn.Module:
@@ -162,104 +158,8 @@ def test_a_state_dict_within_forward_changes_nothing() -> None:
     run_ranks(2, within_forward)
 
 
-def interchange(rank: int, world_size: int, kind: str, model: str, assign: bool) -> None:
-    """Ours -> stock -> ours, by load_state_dict; the models then train alike."""
-    mesh = _mesh(world_size, kind)
-    source = _build(shardkit, model, mesh, seed=1)
-    _train(source, model, _optimizer(source), range(2))
-    there = _build(stock, model, mesh, seed=2)
-    _loss(there, model, 0)
-    assert not there.load_state_dict(_copied(source.state_dict()), assign=assign).missing_keys
-    back = _build(shardkit, model, mesh, seed=3)
-    _loss(back, model, 0)  # a model that has run takes over loaded values
-    back.load_state_dict(_copied(there.state_dict()), assign=assign)
-    assert_same(_trace(dict(source.state_dict())), _trace(dict(back.state_dict())))
-    optimizers = [_optimizer(module) for module in (source, there, back)]
-    losses = [
-        _train(module, model, optimizer, range(5, 7))
-        for module, optimizer in zip((source, there, back), optimizers, strict=True)
-    ]
-    assert losses[0] == losses[1] == losses[2]
-    assert_same(_trace(dict(source.state_dict())), _trace(dict(back.state_dict())))
-
-
 def _copied(state: dict[str, Any]) -> dict[str, Any]:
     return {fqn: tensor.clone() for fqn, tensor in state.items()}
-
-
-@pytest.mark.daily(world_size=[4], model=["transformer", "frozen"])
-@pytest.mark.parametrize("assign", [False, True])
-@pytest.mark.parametrize(
-    ("world_size", "kind", "model"), [case for case in CASES if case[2] in ("mlp", "transformer", "frozen")]
-)
-def test_interchange_with_stock(model: str, kind: str, world_size: int, assign: bool) -> None:
-    run_ranks(world_size, interchange, kind, model, assign)
-
-
-def strictness(rank: int, world_size: int) -> None:
-    module = _build(shardkit, "mlp", _mesh(world_size, "fsdp"))
-    state = _copied(module.state_dict())
-    removed = state.pop("blocks.1.up.weight")
-    state["blocks.1.upp.weight"] = removed
-    with pytest.raises(RuntimeError, match=r"(?s)Missing.*blocks\.1\.up\.weight.*Unexpected.*blocks\.1\.upp\.weight"):
-        module.load_state_dict(state)
-    result = module.load_state_dict(state, strict=False)
-    assert result.missing_keys == ["blocks.1.up.weight"]
-    assert result.unexpected_keys == ["blocks.1.upp.weight"]
-    state = _copied(module.state_dict())
-    state["out.weight"] = module.state_dict()["out.bias"].clone()
-    with pytest.raises(RuntimeError, match=r"out\.weight"):
-        module.load_state_dict(state)
-    state["out.weight"] = torch.zeros(1, 7)
-
-    def assign() -> None:
-        module.load_state_dict(state, assign=True)
-        _loss(module, "mlp", 0)
-
-    with pytest.raises((ValueError, RuntimeError), match=r"(?s)out\.weight.*DTensor"):
-        assign()
-
-
-def test_strictness() -> None:
-    run_ranks(2, strictness)
-
-
-def other_placement_fn(rank: int, world_size: int) -> None:
-    """Dim 1, even and uneven. Stock has only even ones, so compare with the same tensor made by DTensor."""
-    mesh = _mesh(world_size, "fsdp")
-    module = _build(shardkit, "mlp", mesh, shard_placement_fn=_dim_1)
-    torch.manual_seed(0)
-    full = MLP().state_dict()
-    for fqn, tensor in module.state_dict().items():
-        if not isinstance(tensor, DTensor):
-            continue
-        expected = torch.distributed.tensor.distribute_tensor(full[fqn], mesh, tensor.placements)
-        assert tensor.placements == (Shard(1 if full[fqn].ndim > 1 else 0),)
-        assert tensor.to_local().shape == expected.to_local().shape, fqn
-        assert torch.equal(tensor.to_local(), expected.to_local()), fqn
-        assert torch.equal(tensor.full_tensor(), full[fqn]), fqn
-
-
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_other_dims(world_size: int) -> None:
-    run_ranks(world_size, other_placement_fn)
-
-
-def ties(rank: int, world_size: int) -> None:
-    """One parameter under two names is one DTensor object under both, also after a load with assign."""
-    module = _build(shardkit, "transformer", _mesh(world_size, "fsdp"))
-    state = module.state_dict(keep_vars=True)
-    assert state["embedding.weight"] is state["head.weight"]
-    loss = _loss(module, "transformer", 0)
-    loss.backward()
-    assert module.head.weight is module.embedding.weight
-    module.load_state_dict(_copied(module.state_dict()))
-    assert module.head.weight is module.embedding.weight
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_ties(world_size: int) -> None:
-    run_ranks(world_size, ties)
 
 
 # -- torch.distributed.checkpoint.state_dict ---------------------------------------------------------------------------
@@ -415,33 +315,6 @@ def test_submodules(keep_prefixes: bool) -> None:
     run_ranks(2, of_a_submodule, keep_prefixes)
 
 
-class Renamed(MLP):
-    """A module that hides a wrapper from its FQNs, as `dsd_fqn_modifiers` lets it."""
-
-    def _renamed(self) -> dict[str, str]:
-        return {"blocks": "layers"}
-
-
-def fqn_modifiers(rank: int, world_size: int) -> None:
-    traces = []
-    for api in (stock, shardkit):
-        torch.manual_seed(0)
-        module = Renamed()
-        api.fully_shard(module.blocks[0], mesh=_mesh(world_size, "fsdp"))
-        api.fully_shard(module, mesh=_mesh(world_size, "fsdp"))
-        try:
-            traces.append(_trace(get_model_state_dict(module, options=StateDictOptions(dsd_fqn_modifiers="_renamed"))))
-        except Exception as error:  # noqa: BLE001 - whatever torch makes of it, it makes of both
-            trace = Trace()
-            trace.add("error", f"{type(error).__name__}: {error}")
-            traces.append(trace)
-    assert_same(*traces)
-
-
-def test_fqn_modifiers() -> None:
-    run_ranks(2, fqn_modifiers)
-
-
 def after_meta_initialisation(rank: int, world_size: int, kind: str, model: str) -> None:
     """Built on meta, sharded, given memory; rank 0 alone has the weights and broadcasts them."""
     torch.manual_seed(1)
@@ -562,12 +435,3 @@ def while_training(rank: int, world_size: int, take: Callable[[nn.Module], Any])
 @pytest.mark.parametrize("take", [nn.Module.state_dict, get_model_state_dict])
 def test_loading_in_place(take: Callable[[nn.Module], Any]) -> None:
     run_ranks(2, while_training, take)
-
-
-def test_models_have_what_these_tests_rely_on() -> None:
-    """Ties, shapes that leave ranks short or empty."""
-    model = Transformer()
-    assert model.head.weight is model.embedding.weight
-    firsts = {parameter.shape[0] for parameter in MLP().parameters()}
-    assert 1 in firsts
-    assert any(first % 2 and first % 3 for first in firsts)

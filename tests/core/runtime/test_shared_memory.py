@@ -8,7 +8,6 @@ import resource
 import signal
 import socket
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -439,31 +438,6 @@ def test_any_number_of_operations_may_be_launched_ahead(order: str) -> None:
         assert ranks == [[total - 4.0 * rank] * _FAR for rank in range(world_size)]
 
 
-class _Meets(nn.Module):
-    """Meets the other ranks in forward, as a layer that normalises over all of them does."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        dist.barrier()
-        return x
-
-
-def _prefetches_far_ahead(rank: int, world_size: int) -> None:
-    torch.manual_seed(0)
-    layers = [nn.Linear(2, 2) for _ in range(300)]
-    expected = nn.Sequential(*layers)(torch.ones(1, 2)).detach()
-    for layer in layers:
-        fully_shard(layer, mesh=rank_mesh((world_size,)))
-    model = fully_shard(nn.Sequential(layers[0], _Meets(), *layers[1:]), mesh=rank_mesh((world_size,)))
-    model.set_prefetch_depth(len(layers))
-    with torch.no_grad():
-        for _ in range(2):
-            torch.testing.assert_close(model(torch.ones(1, 2)), expected)
-
-
-def test_hundreds_of_groups_may_be_prefetched() -> None:
-    run_ranks(2, _prefetches_far_ahead)
-
-
 def _pair(timeout: float) -> tuple[Neighbours, Neighbours]:
     """Both ends of a connection, in one process."""
     ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -652,35 +626,6 @@ def test_a_killed_peer_is_named_at_once(tmp_path: Path) -> None:
     assert "the process of rank 1 of the group has ended" in said
 
 
-def _already_gone(rank: int, world_size: int, directory: str) -> None:
-    model = _sharded(world_size, 8, 8, 8)
-    _step(model, 8)
-    pids: list[int] = [0] * world_size
-    dist.all_gather_object(pids, os.getpid())
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    while _runs(pids[1]):
-        time.sleep(0.01)
-    with pytest.raises(RuntimeError) as error:
-        _step(model, 8)
-    Path(directory, "said").write_text(str(error.value))
-
-
-def _runs(pid: int) -> bool:
-    """Whether a process exists and is not a zombie, which has closed its sockets."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def test_a_peer_that_was_gone_before_is_named_too(tmp_path: Path) -> None:
-    with pytest.raises(RankFailure):
-        run_ranks(2, _already_gone, str(tmp_path), isolated=True)
-    assert "all-gather" in (tmp_path / "said").read_text()
-    assert "the process of rank 1 of the group has ended" in (tmp_path / "said").read_text()
-
-
 def _another_group(rank: int, world_size: int) -> str:
     over = transport("shared")
     plan = gather_plan(CASES["small"], over, f"blocks.{rank}")
@@ -710,15 +655,6 @@ def _another_size(rank: int, world_size: int) -> str:
 def test_a_shard_of_another_size_is_refused() -> None:
     first, _ = run_ranks(2, _another_size, isolated=True)
     assert "rank 1 of the group shares 30000 elements of 'blocks.0.w0', expected 24000" in first
-
-
-def _meets_again(rank: int, world_size: int) -> bool:
-    group = dist.group.WORLD
-    return neighbours_of(group) is neighbours_of(group)
-
-
-def test_ranks_meet_once() -> None:
-    assert run_ranks(2, _meets_again) == [True, True]
 
 
 def _over_the_limit(rank: int, world_size: int) -> str:
