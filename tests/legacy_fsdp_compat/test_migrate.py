@@ -497,26 +497,6 @@ def test_rank_files_for_stock(
     assert_holds(leaves_of(open_checkpoint(tmp_path / "out")), source, moments=True)
 
 
-def test_rank_files_are_taken_up_again(written: Any, tmp_path: Path):
-    source = written(STOCK, False, 2)
-    checkpoint, calls = open_checkpoint(source.path / "SHARDED"), 0
-    ranks = Ranks(3, parameters_in_groups(checkpoint))
-
-    def interrupt(nbytes: int) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == 5:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        convert(checkpoint, tmp_path / "out", "sharded", ranks=ranks, progress=interrupt)
-    with pytest.raises(CheckpointError, match="another source, or to another format"):
-        convert(checkpoint, tmp_path / "out", "sharded", ranks=Ranks(2, ranks.parameters))
-    done = convert(checkpoint, tmp_path / "out", "sharded", ranks=ranks)
-    assert done.resumed == 4
-    assert_holds(leaves_of(open_checkpoint(tmp_path / "out")), source, moments=True)
-
-
 def test_rank_files_by_command(written: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     source = str(written(STOCK, False, 2).path / "FULL")
     assert main([source, str(tmp_path / "out"), "--to", "sharded", "--ranks", "2", "--no-progress"]) == 0

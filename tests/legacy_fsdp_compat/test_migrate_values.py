@@ -1,14 +1,11 @@
 """Conversion keeps orders in memory, keys, lists, and values that differ from rank to rank."""
 
-import ctypes
 import dataclasses
 import fcntl
 import itertools
 import json
-import mmap
 import os
 import pickle
-import re
 import subprocess
 import sys
 from collections import Counter
@@ -22,7 +19,6 @@ from torch import nn
 
 from shardkit.core.checkpoint import conversion, stored
 from shardkit.core.checkpoint.leaves import name_of
-from shardkit.core.checkpoint.stored import Memory
 from shardkit.legacy_fsdp_compat.migrate import CheckpointError, convert, open_checkpoint, shapes_of_file
 from shardkit.legacy_fsdp_compat.migrate.command import main
 from shardkit.legacy_fsdp_compat.torch_compat import PickledShards
@@ -106,40 +102,6 @@ def test_one_large_tensor_stays_within_the_bound(tmp_path: Path):
     assert rise < bound + 55e6
 
 
-def resident_bytes(file: Path) -> int:
-    """Memory that this process has of a mapped file."""
-    smaps = Path("/proc/self/smaps").read_text()
-    return 1024 * sum(int(kib) for kib in re.findall(rf"{file}\n(?:.+\n)*?Rss: +(\d+) kB", smaps))
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="pages are released on Linux only")
-def test_pages_of_one_large_tensor_are_released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """At most CHUNK_BYTES of its file are mapped between two releases, although each slab needs rows of all of it."""
-    monkeypatch.setattr(stored, "CHUNK_BYTES", 2**20)
-    file = tmp_path / "large.pt"
-    torch.save({"large": torch.zeros(2500, 4000).t()}, file)
-    fetched = [0]  # bytes, between two releases each
-
-    def memory(shape: Any, strides: Any, dtype: Any, fetch: Any, done: Any) -> Memory:
-        def fetch_counted(low: int, high: int) -> torch.Tensor:
-            fetched[-1] += (high - low) * dtype.itemsize
-            return fetch(low, high).contiguous()
-
-        def done_checked() -> None:
-            assert len(fetched) > 1 or resident_bytes(file) >= 2**19
-            done()
-            assert len(fetched) % 500 != 1 or resident_bytes(file) <= 2 * mmap.PAGESIZE
-            fetched.append(0)
-
-        return Memory(shape, strides, dtype, fetch_counted, done_checked)
-
-    monkeypatch.setattr(stored, "Memory", memory)
-    checkpoint = open_checkpoint(file)
-    convert(checkpoint, tmp_path / "large", "full")
-    assert sum(fetched) >= checkpoint.nbytes
-    assert max(fetched) <= 2**20
-
-
 def test_memory_of_many_tensors_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The heap is trimmed whenever CHUNK_BYTES have been done."""
     torch.save({str(number): torch.zeros(1000, 1000) for number in range(60)}, tmp_path / "many.pt")
@@ -150,30 +112,6 @@ def test_memory_of_many_tensors_is_given_back(tmp_path: Path, monkeypatch: pytes
     assert done == [2 * checkpoint.nbytes] == [480e6]
     gaps = [after - before for before, after in itertools.pairwise([*trimmed, *done])]
     assert max(gaps) < stored.CHUNK_BYTES + 4e6
-
-
-@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="trims the heap of glibc")
-def test_a_trimmed_heap_returns_what_is_freed():
-    """With a glibc that returns no memory by itself."""
-    code = """
-import re
-from pathlib import Path
-import torch
-from shardkit.core.checkpoint.torch_files import trim_heap
-def held():
-    return 1024 * int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
-tensors = [torch.ones(2**18) for _ in range(128)]
-last = torch.ones(2**18)
-most = held()
-del tensors
-kept = held()
-trim_heap()
-print(most - kept, most - held())
-"""
-    keeping = os.environ | {"MALLOC_TRIM_THRESHOLD_": f"{2**31}", "MALLOC_MMAP_THRESHOLD_": f"{2**24}"}
-    seen = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=keeping).stdout
-    alone, trimmed = map(int, seen.split())
-    assert alone < 2**26 < trimmed  # of 2**27
 
 
 def training_state() -> dict[str, Any]:

@@ -73,14 +73,6 @@ def test_reshard_and_diff(tmp_path: Path, saved: tuple[Path, Any], capsys: pytes
     assert "optimizer.param_groups.0.lr: " in printed and "optimizer.param_groups.0.eps" not in printed
 
 
-def test_what_was_imported_says_in_how_many_files_it_lies(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    torch.save({"weight": torch.ones(4)}, tmp_path / "weights.pt")
-    assert main(["import", str(tmp_path / "weights.pt"), str(tmp_path / "two"), "--ranks", "2"]) == 0
-    capsys.readouterr()
-    assert main(["export", str(tmp_path / "two"), str(tmp_path / "back.pt"), "--to", "torch"]) == 0
-    assert "DCP checkpoint of 2 ranks: 1 tensor," in capsys.readouterr().err
-
-
 def test_stock_reads_what_was_resharded(tmp_path: Path, saved: tuple[Path, Any]):
     path, expected = saved
     assert main(["reshard", str(path), str(tmp_path / "resharded"), "--ranks", "3"]) == 0
@@ -217,13 +209,6 @@ def test_errors_of_usage_are_one_line(words: str, message: str, capsys: pytest.C
     assert error.startswith("error: ") and message in error
 
 
-@pytest.mark.parametrize("option", ["--ranks=0", "--ranks=-1", "--ranks=x"])
-def test_numbers_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str):
-    with pytest.raises(SystemExit) as ended:
-        main(["import", str(tmp_path), str(tmp_path / "x"), option])
-    assert ended.value.code == 2 and "argument --ranks: " in capsys.readouterr().err
-
-
 def test_as_a_module(saved: tuple[Path, Any]):
     command = [sys.executable, "-m", "shardkit.core", "checkpoint", "verify", str(saved[0])]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
@@ -357,14 +342,6 @@ def test_what_only_one_of_two_has(tmp_path: Path, capsys: pytest.CaptureFixture[
             1,
             [*expected, "2 differences; 1 equal"],
         )
-
-
-def test_a_tensor_in_one_and_a_number_in_the_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    paths = [save_user(tmp_path / name, 1, {"x": value}) for name, value in (("a", torch.ones(3)), ("b", 3))]
-    for first, second in (paths, paths[::-1]):
-        status, text = said(capsys, "diff", first, second)
-        line = f"user.value.x: a tensor in {paths[0]}, another value in the other one"
-        assert (status, text.splitlines()) == (1, [line, "1 difference; 1 equal"])
 
 
 @pytest.mark.parametrize(
@@ -652,25 +629,6 @@ def test_an_interrupted_reshard_goes_on(
     assert main(["verify", str(tmp_path / "x")]) == 0
     assert main(["diff", str(saved[0]), str(tmp_path / "x")]) == 0
     assert [one.name for one in tmp_path.iterdir()] == ["x"]
-
-
-@pytest.mark.parametrize("arguments", [["export"], ["export", "--to=torch"], ["reshard", "--ranks=2"]], ids=str)
-def test_everything_is_on_disk_before_it_appears(
-    tmp_path: Path, saved: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch, arguments: list[str]
-):
-    synced, fsync = {}, os.fsync
-
-    def noted(descriptor: int) -> None:
-        assert not (tmp_path / "target").exists() or Path(f"/proc/self/fd/{descriptor}").readlink() == tmp_path
-        seen = os.fstat(descriptor)
-        synced[seen.st_ino] = seen.st_size
-        fsync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", noted)
-    assert main([arguments[0], str(saved[0]), str(tmp_path / "target"), *arguments[1:]]) == 0
-    target = tmp_path / "target"
-    for file in [target] if target.is_file() else target.iterdir():
-        assert synced[file.stat().st_ino] == file.stat().st_size
 
 
 def test_an_index_that_names_less_than_there_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

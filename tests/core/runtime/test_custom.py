@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -13,7 +12,6 @@ from tests.core.runtime.cases import (
     CPU,
     F32,
     chunk_of,
-    flats_for,
     gather_plan,
     reduce_plan,
     run_gather,
@@ -97,33 +95,3 @@ def _mixed_dtypes_travel_as_bytes(rank: int, world_size: int) -> list[torch.dtyp
 
 def test_custom_communication_gets_bytes_for_mixed_dtypes() -> None:
     assert run_ranks(2, _mixed_dtypes_travel_as_bytes) == [[torch.uint8]] * 2
-
-
-class _Wrong(_Gather):
-    def __init__(self, fault: str) -> None:
-        super().__init__()
-        self.fault = fault
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        if self.fault == "size":
-            return torch.empty(size[0] + 1, dtype=dtype)
-        if self.fault == "dtype":
-            return torch.empty(size[0], dtype=torch.float64)
-        return torch.empty(2 * size[0], dtype=dtype)[::2]
-
-
-def _wrong_buffers(rank: int, world_size: int) -> None:
-    asked = 2 * (12 * 3 + 24 + 6 * 2) // 2
-    messages = {
-        "size": rf"^layers\.3: _Wrong\.allocate returned {asked + 1} elements, expected {asked}",
-        "dtype": r"^layers\.3: _Wrong\.allocate returned torch\.float64, expected torch\.float32",
-        "strides": r"^layers\.3: _Wrong\.allocate returned strides \(2,\), expected a contiguous tensor",
-    }
-    for fault, message in messages.items():
-        plan = gather_plan(CASES["small"], CustomTransport(_group(), CPU, _Wrong(fault)), "layers.3")
-        with pytest.raises(ValueError, match=message):
-            plan.transport.gather(plan, [torch.ones(i.layout.local_shape(rank)) for i in plan.items], flats_for(plan))
-
-
-def test_wrong_buffers_are_refused_with_label_seen_and_expected() -> None:
-    run_ranks(2, _wrong_buffers)

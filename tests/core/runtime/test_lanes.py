@@ -183,12 +183,6 @@ def test_a_timeout_names_the_group_that_waited() -> None:
     assert "rank 1 of the group has not come within 2 s" in message
 
 
-def test_a_cpu_lane_ignores_events_and_knows_its_name() -> None:
-    lane = make_lane(CPU, "reduce-scatter", priority=-1)
-    lane.wait_event(None)
-    assert lane.name == "reduce-scatter"
-
-
 class _Device:
     """A device module that records the calls of a stream lane, for machines without streams."""
 
@@ -326,19 +320,3 @@ def test_memory_outlasts_what_is_queued_when_a_listener_fails(monkeypatch: pytes
     with events.subscribe(_refuse), pytest.raises(LookupError, match="of the listener"):
         lane.start(_traced(device, torch.ones(1)), "blocks.0")
     assert device.log[-1] == "compute waits for event of lane-1"
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_stream_lane_on_a_gpu() -> None:
-    device = torch.device("cuda", torch.cuda.current_device())
-    source, target = torch.zeros(1 << 24, device=device), torch.empty(1 << 24, device=device)
-
-    def program() -> Program:
-        target.copy_(source)
-        yield ()
-
-    torch.cuda._sleep(50_000_000)
-    source.fill_(3)
-    ticket = make_lane(device, "all-gather").start(program(), "blocks.0", [source, target])
-    ticket.wait()
-    assert target.sum().item() == 3 * (1 << 24)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from shardkit.core import events
 from shardkit.core.runtime.choice import coalesces, transport_for
 from shardkit.core.runtime.collective import C10dTransport
-from shardkit.core.runtime.lanes import Holder, hold, make_lane
+from shardkit.core.runtime.lanes import make_lane
 from shardkit.core.runtime.plan import SMALL_BYTES, GatherItem, Mean, ReduceItem, plan_gather, plan_reduce
 from shardkit.core.runtime.sharding import ChunkLayout
 from shardkit.core.runtime.shared.transport import SharedTransport
@@ -148,41 +148,3 @@ def test_storage_comes_and_goes_under_its_tensors() -> None:
     assert prefix.sum() == 30
     assert prefix._version == 0
     assert heard == [events.StorageFreed("w", 48, "unsharded"), events.StorageAllocated("w", 48, "unsharded")]
-
-
-def test_what_a_program_holds_goes_to_the_lane_that_runs_it() -> None:
-    outer: list[torch.Tensor] = []
-    inner: list[torch.Tensor] = []
-    a, b, c = torch.ones(3).unbind()
-    with Holder(outer):
-        hold(a)
-        with Holder(inner):
-            hold(b)
-        hold(c)
-    hold(a)
-    assert [t.data_ptr() for t in outer] == [a.data_ptr(), c.data_ptr()]
-    assert [t.data_ptr() for t in inner] == [b.data_ptr()]
-
-
-def _held(rank: int, world_size: int) -> None:
-    over = transport("c10d_packed")
-    plan, reduction = gather_plan(CASES["small"], over), reduce_plan(CASES["small"], over, F32, F32)
-    row = sum(item.layout.padded_local_numel for item in plan.items)
-    sources = [torch.ones(item.layout.local_shape(rank)) for item in plan.items]
-    grads = [torch.ones(item.layout.shape) for item in plan.items]
-    reduce = reduction.transport.reduce(reduction, grads, Mean())
-    # A gather's packed buffer belongs to its lane, and nothing else could take its memory.
-    for program, expected in (
-        (plan.transport.gather(plan, sources, flats_for(plan)), []),
-        (reduce, [row * world_size]),
-    ):
-        kept: list[torch.Tensor] = []
-        with Holder(kept):
-            for works in program:
-                for work in works:
-                    work.wait()
-        assert [tensor.numel() for tensor in kept] == expected
-
-
-def test_a_reduction_holds_its_packed_buffer() -> None:
-    run_ranks(2, _held)
