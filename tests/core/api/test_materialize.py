@@ -147,32 +147,6 @@ def test_same_values_as_unsharded_on_any_world_size(world_size, axes):
     run_ranks(world_size, check_values, axes)
 
 
-def check_training(rank, world_size):
-    class Small(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.blocks = nn.ModuleList([nn.Linear(5, 5), nn.Linear(5, 5)])
-
-        def forward(self, x):
-            return self.blocks[1](self.blocks[0](x).relu())
-
-    with torch.device("meta"):
-        model = shard(Small(), world_size)
-    torch.manual_seed(0)
-    materialize(model)
-    torch.manual_seed(0)
-    plain = Small()
-    torch.manual_seed(0)
-    plain.apply(lambda module: module.reset_parameters() if isinstance(module, nn.Linear) else None)
-    inputs = torch.randn(3, 5)
-    torch.testing.assert_close(model(inputs), plain(inputs))
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_model_runs_afterwards(world_size):
-    run_ranks(world_size, check_training)
-
-
 def placements_of_cases(rank, world_size):
     """By case: the model on the meta device, sharded in one way."""
     mesh = rank_mesh((world_size,), ("shard",))
@@ -411,23 +385,6 @@ def test_two_tensors_in_one_storage():
 
 def shard_last_dim(parameter):
     return Shard(parameter.ndim - 1)
-
-
-def check_other_dim(rank, world_size):
-    with torch.device("meta"):
-        model = nn.Linear(5, 6)
-        fully_shard(model, mesh=rank_mesh((world_size,), ("shard",)), shard_placement_fn=shard_last_dim)
-    assert model.weight.placements == (Shard(1),)
-    torch.manual_seed(1)
-    materialize(model)
-    torch.manual_seed(1)
-    plain = nn.Linear(5, 6)
-    assert torch.equal(model.weight.full_tensor(), plain.weight)
-
-
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_sharded_on_another_dim(world_size):
-    run_ranks(world_size, check_other_dim)
 
 
 def transformers_models():

@@ -1,9 +1,7 @@
 """The attributes that other software uses of a sharded module: one contract per row, tested without the consumer."""
 
-import copy
 import importlib
 import inspect
-from functools import partial
 from typing import Any
 
 import pytest
@@ -38,29 +36,10 @@ def test_every_method_of_stock_is_overridden() -> None:
     assert _methods(stock.UnshardHandle) - _methods(shardkit.UnshardHandle) == set()
 
 
-@pytest.mark.parametrize("name", sorted(_methods(stock.FSDPModule)))
-def test_arguments_of_stock_are_accepted(name: str) -> None:
-    """Same names, same order, same kinds, and optional where they are optional."""
-    expected = inspect.signature(getattr(stock.FSDPModule, name)).parameters
-    seen = inspect.signature(getattr(shardkit.FSDPModule, name)).parameters
-    if any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in seen.values()):
-        return
-    assert list(seen)[: len(expected)] == list(expected)
-    for parameter in expected.values():
-        assert seen[parameter.name].kind == parameter.kind
-        assert seen[parameter.name].default == parameter.default
-
-
 def test_public_names_of_stock_are_offered() -> None:
     module = importlib.import_module("torch.distributed.fsdp._fully_shard")
     names = [name for name in module.__all__ if not name.startswith("_")]
     assert [name for name in names if not hasattr(shardkit, name)] == []
-
-
-@pytest.mark.parametrize("name", ["fully_shard", "register_fsdp_forward_method", "share_comm_ctx"])
-def test_functions_take_what_stock_takes(name: str) -> None:
-    expected, seen = (inspect.signature(getattr(module, name)).parameters for module in (stock, shardkit))
-    assert list(seen)[: len(expected)] == list(expected)
 
 
 # -- isinstance and state ----------------------------------------------------------------------------------------------
@@ -473,75 +452,7 @@ def test_chunked_loss_over_norm_and_head(world_size: int) -> None:
     run_ranks(world_size, chunked_loss)
 
 
-def torchtitan_calls(rank: int, world_size: int) -> None:
-    model = _sharded_mlp()
-    seen: list[Tensor] = []
-    for module in model.modules():
-        if isinstance(module, stock.FSDPModule):
-            module.set_all_reduce_hook(partial(_keep, seen))
-    model(torch.randn(2, 7)).sum().backward()
-    assert len(seen) == 3
-    local = {parameter.grad.to_local().numel() for parameter in model.parameters()}
-    assert max(local) > 0
-    assert sum(tensor.numel() for tensor in seen) >= sum(p.grad.to_local().numel() for p in model.parameters())
-
-    # gloo has no memory of its own that a network card knows.
-    def enable() -> None:
-        model[0].set_symm_mem_for_comm()
-        model(torch.randn(2, 7))
-
-    with pytest.raises((ValueError, RuntimeError), match=r"(?s)(cannot allocate|NCCL|symmetric)"):
-        enable()
-    with pytest.raises(NotImplementedError, match="NVSHMEM"):
-        model[1].set_symm_mem_for_comm("NVSHMEM")
-
-
-def _keep(seen: list[Tensor], reduced: Tensor) -> None:
-    assert reduced.dim() == 1
-    seen.append(reduced)
-
-
-def test_torchtitan_calls() -> None:
-    run_ranks(2, torchtitan_calls, isolated=True)
-
-
 # -- Lightning, accelerate, torchft ------------------------------------------------------------------------------------
-
-
-def no_backward_sync(rank: int, world_size: int) -> None:
-    """Lightning's no_backward_sync and its toggling: set_requires_gradient_sync(not enabled, recurse=True)."""
-    model = _sharded_mlp()
-    assert isinstance(model, stock.FSDPModule)
-    model.set_requires_gradient_sync(False, recurse=True)
-    model(torch.ones(2, 7) * (rank + 1)).sum().backward()
-    assert all(parameter.grad is None for parameter in model.parameters() if isinstance(parameter, DTensor))
-    model.set_requires_gradient_sync(True, recurse=True)
-    model(torch.ones(2, 7) * (rank + 1)).sum().backward()
-    accumulated = {fqn: parameter.grad.to_local().clone() for fqn, parameter in model.named_parameters()}
-    model.zero_grad()
-    model(torch.ones(2, 7) * (rank + 1)).sum().backward()
-    for fqn, parameter in model.named_parameters():
-        torch.testing.assert_close(accumulated[fqn], 2 * parameter.grad.to_local(), msg=fqn)
-
-
-def test_no_backward_sync() -> None:
-    run_ranks(2, no_backward_sync)
-
-
-def prepared_already(rank: int, world_size: int) -> None:
-    """accelerate: `is_fsdp2 = isinstance(model, FSDPModule); if is_fsdp2: return model`, wrapped or not."""
-    model = _sharded_mlp()
-    assert isinstance(model, stock.FSDPModule)
-    assert not isinstance(nn.Sequential(model), stock.FSDPModule)
-    assert isinstance(nn.Sequential(model)[0], stock.FSDPModule)
-    with pytest.raises(ValueError, match="already called"):
-        shardkit.fully_shard(model)
-    with pytest.raises(RuntimeError, match="deep-copied"):
-        copy.deepcopy(model)
-
-
-def test_prepared_already() -> None:
-    run_ranks(2, prepared_already)
 
 
 def all_reduce_hook_of_torchft(rank: int, world_size: int) -> None:
