@@ -34,51 +34,23 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adam(model.parameters(), lr=0.01, eps=1e-3)
 
 
-def continued(rank: int, engine: str, setting: Setting, weights: Any, convert: Any) -> list[float]:
-    """Losses of a fresh model with these weights, whose optimizer loads the result of `convert(model, optimizer)`."""
-    model = wrap(engine, setting, build(1))
-    model.load_state_dict(weights)
-    optimizer = adam(model)
-    optimizer.load_state_dict(convert(model, optimizer))
-    return train(model, optimizer, rank, range(2, 4))
-
-
-def all_forms(rank: int, world_size: int, use_orig_params: bool) -> None:
+def by_lists_of_parameters(rank: int, world_size: int, use_orig_params: bool) -> None:
+    """Full state that is asked for, and cut, by the parameters that the optimizer was given."""
     fsdp = api(OURS).FSDP
-    setting = Setting(use_orig_params=use_orig_params)
-    model = wrap(OURS, setting)
+    model = wrap(OURS, Setting(use_orig_params=use_orig_params))
     optimizer = adam(model)
     train(model, optimizer, rank, range(2))
-    weights = whole_state(OURS, model)
-    everywhere = fsdp.full_optim_state_dict(model, optimizer, rank0_only=False)
-    first = fsdp.full_optim_state_dict(model, optimizer)
-    assert (first == {}) == (rank != 0)
-    rows = fsdp.sharded_optim_state_dict(model, optimizer)
-    by_input = fsdp.full_optim_state_dict(model, optimizer, optim_input=list(model.parameters()), rank0_only=False)
-    assert list(by_input["state"]) == list(everywhere["state"])
-    expected = train(model, optimizer, rank, range(2, 4))
-    ways = {
-        "shard": lambda m, o: fsdp.shard_full_optim_state_dict(everywhere, m, optim=o),
-        "shard by input": lambda m, o: fsdp.shard_full_optim_state_dict(
-            everywhere, m, optim_input=list(m.parameters())
-        ),
-        "scatter": lambda m, o: fsdp.scatter_full_optim_state_dict(first if rank == 0 else None, m, optim=o),
-        "flatten": lambda m, o: fsdp.flatten_sharded_optim_state_dict(rows, m, o),
-    }
-    for name, way in ways.items():
-        seen = continued(rank, OURS, setting, weights, way)
-        torch.testing.assert_close(seen, expected, rtol=0, atol=0, msg=lambda text, name=name: f"{name}: {text}")
-    theirs = api(STOCK).FSDP
-    for way in (
-        lambda m, o: theirs.shard_full_optim_state_dict(everywhere, m, optim=o),
-        lambda m, o: theirs.flatten_sharded_optim_state_dict(rows, m, o),
-    ):
-        torch.testing.assert_close(continued(rank, STOCK, setting, weights, way), expected, **TOLERANCE)
+    parameters = list(model.parameters())
+    full = fsdp.full_optim_state_dict(model, optimizer, optim_input=parameters, rank0_only=False)
+    assert list(full["state"]) == list(fsdp.full_optim_state_dict(model, optimizer, rank0_only=False)["state"])
+    loaded = fsdp.shard_full_optim_state_dict(full, model, optim_input=parameters)
+    for key, state in optimizer.state_dict()["state"].items():
+        assert torch.equal(loaded["state"][key]["exp_avg"].to_local(), state["exp_avg"].to_local())
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
-def test_every_form_there_and_back(use_orig_params: bool):
-    run_ranks(2, all_forms, use_orig_params)
+def test_full_state_by_lists_of_parameters(use_orig_params: bool):
+    run_ranks(2, by_lists_of_parameters, use_orig_params)
 
 
 def groups(rank: int, world_size: int) -> None:
@@ -132,41 +104,6 @@ def test_groups_keep_their_hyper_parameters():
     run_ranks(2, groups)
 
 
-def order_of_this_rank(model: nn.Module, rank: int) -> list[nn.Parameter]:
-    """Parameters from a `set` may come in another order on each rank."""
-    parameters = list(model.parameters())
-    return parameters if rank == 0 else parameters[::-1]
-
-
-def another_order_on_each_rank(rank: int, world_size: int) -> None:
-    """Blocks of one shape, whose state fits wherever it is put."""
-    seen = {}
-    for engine in (STOCK, OURS):
-        names = api(engine)
-        torch.manual_seed(0)
-        blocks = nn.Sequential(nn.Linear(4, 5), *[Block(5) for _ in range(3)], nn.Linear(5, 1))
-        model = wrap(engine, Setting(), blocks)
-        optimizer = torch.optim.SGD(order_of_this_rank(model, rank), lr=0.05, momentum=0.9)
-        train(model, optimizer, rank, range(2))
-        seen[engine] = {
-            name: state["momentum_buffer"].clone()
-            for name, state in names.FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)["state"].items()
-        }
-        if engine == OURS:
-            rows = names.FSDP.sharded_optim_state_dict(model, optimizer)
-            loaded = names.FSDP.flatten_sharded_optim_state_dict(rows, model, optimizer)
-            for key, state in optimizer.state_dict()["state"].items():
-                assert torch.equal(
-                    loaded["state"][key]["momentum_buffer"].to_local(), state["momentum_buffer"].to_local()
-                )
-    assert list(seen[OURS]) == [name for name, _ in named_parameters(model)]
-    assert_same_tensors({name: seen[STOCK][name] for name in seen[OURS]}, seen[OURS], **TOLERANCE)
-
-
-def test_ranks_whose_optimizers_list_parameters_in_another_order():
-    run_ranks(2, another_order_on_each_rank)
-
-
 def resharded_in_another_order(rank: int, world_size: int) -> None:
     """DTensors that are cut in another way are gathered one by one, in any order of a rank's state dict."""
     names = api(OURS)
@@ -191,24 +128,6 @@ def resharded_in_another_order(rank: int, world_size: int) -> None:
 
 def test_loading_in_another_order_on_each_rank():
     run_ranks(2, resharded_in_another_order)
-
-
-def regrouped(rank: int, world_size: int) -> None:
-    """Torch maps loaded state to parameters by position, so groups that changed would swap state of one shape."""
-    names = api(OURS)
-    model = wrap(OURS, Setting(), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
-    first, second = model[0].weight, model[1].weight
-    optimizer = torch.optim.SGD([{"params": [first]}, {"params": [second]}], lr=0.05, momentum=0.9)
-    model(torch.ones(1, 4)).sum().backward()
-    optimizer.step()
-    state = names.FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
-    other = torch.optim.SGD([{"params": [second]}, {"params": [first]}], lr=0.05, momentum=0.9)
-    with pytest.raises(ValueError, match=r"parameter group 0 .* has \['0.weight'\].* lacks \['1.weight'\]"):
-        names.FSDP.optim_state_dict_to_load(model, other, state)
-
-
-def test_groups_that_changed_are_refused():
-    run_ranks(2, regrouped)
 
 
 class Counting(torch.optim.Optimizer):
@@ -280,33 +199,6 @@ def test_state_of_every_kind_and_tied_parameters(kind: str):
     run_ranks(2, odd_state, kind)
 
 
-def named_optimizer(rank: int, world_size: int) -> None:
-    """An optimizer whose own state dict has names for keys, as torch's _NamedOptimizer and KeyedOptimizer."""
-    names = api(OURS)
-    model = wrap(OURS, Setting())
-    optimizer = adam(model)
-    train(model, optimizer, rank, range(2))
-    own = optimizer.state_dict()
-    order = [name for name, _ in named_parameters(model)]
-    by_name = {
-        "state": {order[number]: values for number, values in own["state"].items()},
-        "param_groups": [{**group, "params": [order[n] for n in group["params"]]} for group in own["param_groups"]],
-    }
-    state = names.FSDP.optim_state_dict(model, optimizer, by_name)
-    usual = names.FSDP.optim_state_dict(model, optimizer)
-    for name, values in usual["state"].items():
-        assert_same_tensors(values, state["state"][name], rtol=0, atol=0)
-    loaded = names.FSDP.optim_state_dict_to_load(model, optimizer, state, is_named_optimizer=True)
-    assert list(loaded["state"]) == order
-    assert torch.equal(
-        loaded["state"]["inp.weight"]["exp_avg"].to_local(), by_name["state"]["inp.weight"]["exp_avg"].to_local()
-    )
-
-
-def test_named_optimizers():
-    run_ranks(2, named_optimizer)
-
-
 def rekeying(rank: int, world_size: int) -> None:
     """A full state by name goes into a model without FSDP, and comes back."""
     names = api(OURS)
@@ -354,38 +246,6 @@ def rekeying(rank: int, world_size: int) -> None:
 
 def test_rekey_optim_state_dict():
     run_ranks(2, rekeying)
-
-
-def with_mesh(rank: int, world_size: int) -> None:
-    """A mesh makes sharded state of DTensors, which stock loads and writes too."""
-    setting = Setting()
-    states = {}
-    for engine in (STOCK, OURS):
-        names = api(engine)
-        model = wrap(engine, setting, device_mesh=init_device_mesh("cpu", (world_size,)))
-        optimizer = adam(model)
-        train(model, optimizer, rank, range(2))
-        with names.FSDP.state_dict_type(model, names.StateDictType.SHARDED_STATE_DICT):
-            states[engine] = model, optimizer, model.state_dict(), names.FSDP.optim_state_dict(model, optimizer)
-        if engine == OURS:
-            local = names.FSDP.state_dict_type(model, names.StateDictType.LOCAL_STATE_DICT)
-            with local, pytest.raises(RuntimeError, match="cannot be used with device_mesh"):
-                model.state_dict()
-    for reader, writer in ((STOCK, OURS), (OURS, STOCK)):
-        names = api(reader)
-        model, optimizer = states[reader][:2]
-        weights, optim = states[writer][2:]
-        assert isinstance(weights["inp.weight"], DTensor)
-        assert isinstance(optim["state"]["inp.weight"]["exp_avg"], DTensor)
-        with names.FSDP.state_dict_type(model, names.StateDictType.SHARDED_STATE_DICT):
-            model.load_state_dict(dict(weights))
-            optimizer.load_state_dict(names.FSDP.optim_state_dict_to_load(model, optimizer, optim))
-    losses = [train(*states[engine][:2], rank, range(2, 4)) for engine in (STOCK, OURS)]
-    torch.testing.assert_close(losses[0], losses[1], **TOLERANCE)
-
-
-def test_device_mesh_makes_dtensors():
-    run_ranks(2, with_mesh)
 
 
 def partial_state(rank: int, world_size: int) -> None:
