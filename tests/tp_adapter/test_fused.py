@@ -17,8 +17,8 @@ import shardkit.core as shardkit
 from shardkit.core.runtime.shared import segment
 from shardkit.tp_adapter import CheckedLoadPlanner, SubBlocks, logical_state_dict
 from shardkit.tp_adapter.boxes import BoxedTensor
-from tests.core.engine.single_process import assert_close
 from tests.support import rank_mesh, run_ranks
+from tests.support.twins import Twins, assert_close
 from tests.tp_adapter.models import HEADS, NAMES, PROJECTIONS, SPECS, FusedModel, build, shard
 from tests.tp_adapter.trainee import Trainee
 
@@ -30,22 +30,16 @@ def trains_like_one_process(rank: int, world_size: int, name: str, shape: tuple[
     spec.parallelize(model, mesh["tp"])
     shard(model, shardkit, data)
     ranks = data.mesh.flatten().tolist()
+    twins = Twins(model, whole, ranks.index(rank), len(ranks))
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9) for one in (whole, model)]
     theirs = dict(whole.named_parameters())
     for step in range(2):
-        losses = [spec.loss(whole, 10 * step + seed) for seed in range(len(ranks))]
-        (sum(losses) / len(ranks)).backward()
-        mine = ranks.index(rank)
-        loss = spec.loss(model, 10 * step + mine)
-        assert_close(loss, losses[mine], "loss")
-        loss.backward()
-        for fqn, parameter in model.named_parameters():
-            assert_close(parameter.grad, theirs[fqn].grad, f"gradient of {fqn}")
+        twins.backward(lambda one, place, step=step: spec.loss(one, 10 * step + place))
+        twins.check_gradients()
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        for fqn, parameter in model.named_parameters():
-            assert_close(parameter, theirs[fqn], fqn)
+        twins.check_parameters()
     full = shardkit.full_state_dict(model, rank0_only=False)
     gathered = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     momenta = get_optimizer_state_dict(model, optimizers[1], options=StateDictOptions(full_state_dict=True))["state"]

@@ -10,10 +10,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-from torch.distributed.tensor.placement_types import _StridedShard
 
 import shardkit.core as shardkit
 from shardkit.tp_adapter import (
@@ -263,28 +262,3 @@ def gathered_outputs(rank: int, world_size: int) -> None:
 
 def test_outputs_of_whole_groups_can_be_gathered():
     run_ranks(2, gathered_outputs)
-
-
-def placements_that_stack(rank: int, world_size: int, shape: tuple[int, ...], sizes: tuple[int, ...]) -> set[str]:
-    """Every way in which DTensor can cut one dim over a mesh that gives this rank its part of each logical tensor."""
-    mesh, length = rank_mesh(shape, NAMES[2][2 - len(shape) :]), sum(sizes)
-    whole = torch.arange(length)
-    wanted = torch.cat([part.chunk(world_size)[rank] for part in whole.split(sizes)])
-    ways: list[Placement] = [Replicate(), Shard(0), *(_StridedShard(0, split_factor=n) for n in range(1, length + 1))]
-    found = set()
-    for placements in itertools.product(ways, repeat=len(shape)):
-        local = distribute_tensor(whole, mesh, placements, src_data_rank=None).to_local()
-        if torch.equal(local, wanted):
-            found.add(str(placements))
-    return found
-
-
-@pytest.mark.parametrize("shape", [(2,), (4,), (2, 2)], ids=str)
-@pytest.mark.parametrize("ratio", [1, 2, 3, 4])
-def test_no_placement_stacks_queries_on_fewer_keys(shape: tuple[int, ...], ratio: int):
-    """Found by trying them all: only parts of one size can be stacked, which is the control."""
-    ranks = math.prod(shape)
-    for rows in (ranks, 2 * ranks)[: 3 - len(shape)]:
-        sizes = (ratio * rows, rows, rows)
-        found = set.intersection(*run_ranks(ranks, placements_that_stack, shape, sizes))
-        assert bool(found) == (ratio == 1), (sizes, found)

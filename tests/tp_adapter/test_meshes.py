@@ -9,10 +9,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 
 import shardkit.core as shardkit
-from tests.core.engine.single_process import assert_close
 from tests.support import rank_mesh, run_ranks
 from tests.support.parity import sum_in_rank_order
 from tests.support.trace import Trace, assert_same
+from tests.support.twins import Twins, assert_close, batch
 from tests.tp_adapter.models import Mixture
 
 FULL = {
@@ -95,21 +95,14 @@ def expert_parallel(rank: int, world_size: int) -> None:
     assert model.experts.weight.device_mesh.mesh_dim_names == ("dp_mod_ep", "ep")
     assert model.experts.weight.to_local().shape == (1, 3, 3)
     # The ranks of "ep" share a batch, as each has only its own experts' part of the outputs.
+    twins = Twins(model, whole, rank // 2, 2)
     for _ in range(2):
-        batches = [torch.randn(2, 3, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
-        model(batches[rank // 2]).square().mean().backward()
-        for one in batches:
-            (whole(one).square().mean() / 2).backward()
-        expected = dict(whole.named_parameters())
-        for fqn, parameter in model.named_parameters():
-            assert_close(parameter.grad, expected[fqn].grad, fqn)
+        twins.backward(lambda one, place: one(batch(place, 2, 3)).square().mean())
+        twins.check_gradients()
         norm = shardkit.clip_grad_norm_(model.parameters(), 0.01)
         torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.01), rtol=1e-5, atol=0)
-        for module in (model, whole):
-            torch.optim.SGD(module.parameters(), lr=0.5).step()
-            module.zero_grad()
-        for fqn, parameter in model.named_parameters():
-            assert_close(parameter, expected[fqn], fqn)
+        twins.update(lr=0.5)
+        twins.check_parameters()
 
 
 def test_expert_parallel():

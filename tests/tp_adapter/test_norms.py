@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import shardkit.core as shardkit
-from tests.core.engine.single_process import assert_close
 from tests.support import rank_mesh, run_ranks
+from tests.support.twins import assert_close
 from tests.tp_adapter.models import NAMES, SPECS, build, shard
 
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardkit.core import MixedPrecisionPolicy, fully_shard
-from tests.core.engine.single_process import Twins, batch
 from tests.support import run_ranks
+from tests.support.twins import Twins, batch
 
 
 @dataclasses.dataclass

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardkit.core import events, fully_shard
-from tests.core.engine.single_process import Twins, batch
 from tests.support import run_ranks
+from tests.support.twins import Twins, batch
 
 WIDTH = 6
 KEPT: list[Tensor] = []

@@ -23,10 +23,10 @@ from torch.utils.checkpoint import checkpoint
 
 from shardkit.core import MixedPrecisionPolicy, clip_grad_norm_, events, fully_shard, register_fsdp_forward_method
 from shardkit.core.engine.step import state_of
-from tests.core.engine.single_process import Twins, assert_close, batch
 from tests.support import rank_mesh, run_ranks
 from tests.support.meshes import networked_mesh
 from tests.support.models import MLP, Block, Routes
+from tests.support.twins import Twins, assert_close, batch
 from tests.support.waiting import await_file
 
 RESHARD = (None, True, False)

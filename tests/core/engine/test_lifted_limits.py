@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardkit.core import MixedPrecisionPolicy, events, fully_shard
 from shardkit.core.engine.step import state_of
-from tests.core.engine.single_process import Twins, assert_close, batch
 from tests.support import rank_mesh, run_ranks
 from tests.support.models import Block
+from tests.support.twins import Twins, assert_close, batch
 
 WORLD_SIZES = (1, 2, 3, 4)
 RESHARD = (None, True, False)

@@ -12,8 +12,8 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.distributed.tensor import DTensor, Replicate
 
 import shardkit.core as shardkit
-from tests.core.engine.single_process import Twins, assert_close, batch
 from tests.support import rank_mesh, run_ranks
+from tests.support.twins import Twins, assert_close, batch
 
 DTYPES = {
     "float32": (None, None),

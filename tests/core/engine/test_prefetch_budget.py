@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 from shardkit.core import MixedPrecisionPolicy, events, fully_shard, share_comm_ctx
 from shardkit.core.engine.group import FSDPParamGroup
 from shardkit.core.engine.step import state_of
-from tests.core.engine.single_process import batch
 from tests.support import networked_mesh, rank_mesh, run_ranks
 from tests.support.models import Block
+from tests.support.twins import batch
 
 WIDTH = 7  # no world size but 1 divides it: all shards are uneven
 EVERYTHING = sys.maxsize

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardkit.core import fully_shard
-from tests.core.engine.single_process import Twins, batch
 from tests.support import rank_mesh, run_ranks
 from tests.support.meshes import networked_mesh
+from tests.support.twins import Twins, batch
 
 WIDTH = 96  # large enough for a chunk to travel by itself, in place
 MESHES = {"shared": rank_mesh, "networked": networked_mesh}

@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor
 
 from shardkit.core import fully_shard
 from shardkit.core.engine.step import state_of
-from tests.core.engine.single_process import Twins, batch
 from tests.support import run_ranks
 from tests.support.meshes import rank_mesh
+from tests.support.twins import Twins, batch
 
 
 class _Two(nn.Module):

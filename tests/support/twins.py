@@ -1,4 +1,7 @@
-"""The reference of lifecycle tests: the same model in one process, on the batches of all ranks."""
+"""A sharded model beside the same model in one process, which gets the batches of all ranks.
+
+`tests/support/parity.py` compares with stock's engine; this is for what stock refuses, or does otherwise.
+"""
 
 import copy
 from collections.abc import Callable
