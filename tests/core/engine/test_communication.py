@@ -22,6 +22,7 @@ from shardkit.core.runtime.collective import C10dTransport
 from tests.support import rank_mesh, run_ranks
 from tests.support.comms import CountingAllGather, RankOrderReduceScatter
 from tests.support.models import Block
+from tests.support.twins import Twins
 
 
 def _model(api: Any, seed: int = 0, **options: Any) -> nn.Module:
@@ -454,22 +455,21 @@ class Sides(nn.Module):
         return getattr(self, side)(x) * self.frozen
 
 
+def _sides_loss(step: int, sides: Sequence[str]) -> Callable[[nn.Module, int], Tensor]:
+    return lambda model, rank: model(_batch(rank, step)[:, :3], sides[rank]).square().mean()
+
+
 def unused_on_some_ranks(rank: int, world_size: int) -> None:
     """Unused parameters count as zero on a rank. Those that no rank can have a gradient of get none."""
-    torch.manual_seed(0)
-    model = Sides()
-    whole = Sides()
-    whole.load_state_dict(model.state_dict())
-    shardkit.fully_shard(model, mesh=rank_mesh((world_size,)))
-    model.set_reduce_scatter_unused_params(True)
+    mesh = rank_mesh((world_size,))
+    twins = Twins.of(rank, world_size, Sides, lambda model: shardkit.fully_shard(model, mesh=mesh))
+    twins.sharded.set_reduce_scatter_unused_params(True)
     for step in range(2):
-        sides = ["left" if (one + step) % 2 else "right" for one in range(world_size)]
-        for one, side in enumerate(sides):
-            (whole(_batch(one, step)[:, :3], side).square().mean() / world_size).backward()
-        model(_batch(rank, step)[:, :3], sides[rank]).square().mean().backward()
-        _assert_full_or_none(model, whole)
-        model.zero_grad()
-        whole.zero_grad()
+        twins.step(_sides_loss(step, ["left" if (one + step) % 2 else "right" for one in range(world_size)]))
+
+
+def test_unused_parameters_are_reduced_as_zeros() -> None:
+    run_ranks(2, unused_on_some_ranks)
 
 
 def partial_gradient_alone(rank: int, world_size: int, waits: bool) -> None:
@@ -477,17 +477,13 @@ def partial_gradient_alone(rank: int, world_size: int, waits: bool) -> None:
 
     This holds whether or not the end of the first backward waits for its transfers.
     """
-    torch.manual_seed(0)
-    model, whole = Sides(), Sides()
-    whole.load_state_dict(model.state_dict())
-    shardkit.fully_shard(model, mesh=rank_mesh((2, world_size // 2), ("replicate", "shard")))
+    mesh = rank_mesh((2, world_size // 2), ("replicate", "shard"))
+    twins = Twins.of(rank, world_size, Sides, lambda model: shardkit.fully_shard(model, mesh=mesh))
     for step, side in enumerate(("left", "right")):
-        for one in range(world_size):
-            (whole(_batch(one, step)[:, :3], side).square().mean() / world_size).backward()
-        model.set_requires_all_reduce(side == "right")
-        model.set_is_last_backward(waits or side == "right")
-        model(_batch(rank, step)[:, :3], side).square().mean().backward()
-    _assert_full_or_none(model, whole)
+        twins.sharded.set_requires_all_reduce(side == "right")
+        twins.sharded.set_is_last_backward(waits or side == "right")
+        twins.backward(_sides_loss(step, [side] * world_size))
+    twins.check_gradients()
 
 
 @pytest.mark.parametrize("waits", [True, False])
@@ -498,38 +494,19 @@ def test_partial_gradients_of_parameters_that_the_last_backward_leaves_out(world
 
 def accumulated_unlike(rank: int, world_size: int) -> None:
     """Ranks that have accumulated different halves in reduce_dtype still reduce the same things together."""
-    torch.manual_seed(0)
-    model, whole = Sides(), Sides()
-    whole.load_state_dict(model.state_dict())
     policy = shardkit.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    shardkit.fully_shard(model, mesh=rank_mesh((world_size,)), mp_policy=policy)
+    options = {"mesh": rank_mesh((world_size,)), "mp_policy": policy}
+    twins = Twins.of(rank, world_size, Sides, lambda model: shardkit.fully_shard(model, **options))
     for step in range(2):
-        sides = ["left" if (one + step) % 2 else "right" for one in range(world_size)]
-        for one, side in enumerate(sides):
-            (whole(_batch(one, step)[:, :3], side).square().mean() / world_size).backward()
-        model.set_requires_gradient_sync(step == 1)
-        model(_batch(rank, step)[:, :3], sides[rank]).square().mean().backward()
-    for fqn, parameter in model.named_parameters():
+        twins.sharded.set_requires_gradient_sync(step == 1)
+        twins.backward(_sides_loss(step, ["left" if (one + step) % 2 else "right" for one in range(world_size)]))
+    for (fqn, parameter), expected in zip(twins.sharded.named_parameters(), twins.whole.parameters(), strict=True):
         if parameter.requires_grad:
-            expected = whole.get_parameter(fqn).grad
-            torch.testing.assert_close(parameter.grad.full_tensor(), expected, rtol=5e-2, atol=5e-3, msg=fqn)
+            torch.testing.assert_close(parameter.grad.full_tensor(), expected.grad, rtol=5e-2, atol=5e-3, msg=fqn)
 
 
 def test_accumulation_that_differs_between_ranks() -> None:
     run_ranks(2, accumulated_unlike)
-
-
-def _assert_full_or_none(model: nn.Module, whole: nn.Module) -> None:
-    expected = dict(whole.named_parameters())
-    for fqn, parameter in model.named_parameters():
-        if expected[fqn].grad is None:
-            assert parameter.grad is None, fqn
-        else:
-            torch.testing.assert_close(parameter.grad.full_tensor(), expected[fqn].grad, msg=fqn)
-
-
-def test_unused_parameters_are_reduced_as_zeros() -> None:
-    run_ranks(2, unused_on_some_ranks)
 
 
 class NotesEvents:
