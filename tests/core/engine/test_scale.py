@@ -22,7 +22,6 @@ import shardkit.core
 from shardkit.core import CompressionPolicy, MixedPrecisionPolicy, fully_shard
 from shardkit.core.engine import gather, group, room, schedule, step, timetable
 from shardkit.core.parameters import param, registration, slot
-from shardkit.core.runtime import plan as plan_module
 from shardkit.core.runtime.collective import C10dTransport
 from shardkit.core.runtime.compressed.transport import CompressedTransport
 from shardkit.core.runtime.custom import CustomTransport
@@ -304,22 +303,6 @@ def test_a_first_step_decides_as_quickly_among_many_groups(part: float) -> None:
     run_ranks(1, _first_step_does_not_grow, part, isolated=True)
 
 
-def _plans_are_made_once(rank: int, world_size: int) -> None:
-    """A budget asks for the size of a gather before the first one. The plan made for this is reused by the gather."""
-    _as_rank_0_of(2)
-    x = torch.ones(2, 4, requires_grad=True)
-    calls = {}
-    for budget in (None, 300, 1000, 10_000):
-        model = _narrow_layers(20)
-        model.set_prefetch_budget(budget)
-        calls[budget] = _calls(lambda model=model: _step(model, x), (plan_module,))
-    assert max(calls.values()) <= 1.05 * calls[None], calls
-
-
-def test_a_budget_does_not_plan_twice() -> None:
-    run_ranks(1, _plans_are_made_once, isolated=True)
-
-
 def _loads_do_not_grow(rank: int, world_size: int, assign: bool, tied: bool) -> None:
     """`load_state_dict` calls hooks for each module of a group, which must not look at the whole group.
 
@@ -360,32 +343,6 @@ def _set_up_costs_less_than_a_step(rank: int, world_size: int) -> None:
 
 def test_a_first_step_costs_little_more_than_a_later_one() -> None:
     run_ranks(1, _set_up_costs_less_than_a_step, isolated=True)
-
-
-class _Masked(nn.Module):
-    """A layer that is none of torch's own, with a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4))
-        self.register_buffer("mask", torch.ones(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.weight * self.mask
-
-
-def _kept_tensors_cost_the_same_each(rank: int, world_size: int) -> None:
-    calls = []
-    for layers in (20, 80):
-        _as_rank_0_of(2)
-        model = fully_shard(nn.Sequential(*(_Masked() for _ in range(layers))))
-        model.set_reshard_after_forward(False)
-        calls.append(_counted(lambda model=model: model(torch.ones(2, 4)))[1] / layers)
-    assert calls[1] <= calls[0], calls
-
-
-def test_a_buffer_costs_as_much_among_many_others() -> None:
-    run_ranks(1, _kept_tensors_cost_the_same_each, isolated=True)
 
 
 # -- calls, ours beside stock's ----------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ from shardkit.core import (
     materialize,
     optimizer_step_on_shards,
 )
-from shardkit.core.parameters.param import sharded_counterpart
 from tests.support import networked_mesh, run_ranks
 
 
@@ -151,63 +150,6 @@ def frozen_while_unsharded(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_freezing_while_unsharded(world_size: int) -> None:
     run_ranks(world_size, frozen_while_unsharded)
-
-
-def tied_after_a_cast(rank: int, world_size: int) -> None:
-    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
-    fully_shard(model[0])
-    model[1].weight = model[0].weight
-    model.to(torch.float64)
-    fully_shard(model[1])
-    fully_shard(model)
-    assert model[0].weight is model[1].weight
-    assert sharded_counterpart(model[1].weight) is not None
-    model(torch.ones(1, 4, dtype=torch.float64)).sum().backward()
-    assert model[0].weight.grad is not None
-    torch.optim.SGD(model.parameters(), lr=0.5).step()
-    assert model[0].weight is model[1].weight
-
-
-def test_ties_are_found_after_a_cast():
-    run_ranks(2, tied_after_a_cast)
-
-
-def other_parameters_of_the_same_number(rank: int, world_size: int, foreach: bool) -> None:
-    first, second = (fully_shard(nn.Linear(4, 4, bias=False), reshard_after_forward=False) for _ in range(2))
-    optimizer = torch.optim.SGD(first.parameters(), lr=0.5, foreach=foreach)
-    for model in (first, second):
-        optimizer.param_groups[0]["params"] = list(model.parameters())
-        model(torch.ones(1, 4)).sum().backward()
-        before = model(torch.ones(1, 4))  # unsharded while the optimizer steps
-        optimizer.step()
-        seen = model(torch.ones(1, 4))
-        torch.testing.assert_close(seen, before - 0.5 * 4)
-    plain = nn.Linear(4, 4, bias=False)
-    original = plain.weight
-    fully_shard(plain)
-    optimizer.param_groups[0]["params"][0] = original
-    with pytest.raises(RuntimeError, match="holds a plain tensor for parameter 'weight'"):
-        optimizer.step()
-
-
-@pytest.mark.parametrize("foreach", [False, True])
-def test_other_parameters_of_the_same_number_are_noticed(foreach: bool):
-    run_ranks(2, other_parameters_of_the_same_number, foreach)
-
-
-def stepped_before_sharding(rank: int, world_size: int) -> None:
-    fully_shard(nn.Linear(4, 4))  # from here on steps are watched
-    model = nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    model(torch.ones(1, 4)).sum().backward()
-    optimizer.step()
-    fully_shard(model)
-    with pytest.raises(RuntimeError, match="holds a plain tensor for parameter 'weight'"):
-        optimizer.step()
-
-
-def test_an_optimizer_that_has_stepped_before_sharding_is_refused():
-    run_ranks(2, stepped_before_sharding)
 
 
 def _trained(compiled: bool, kind: str) -> list[torch.Tensor]:
