@@ -48,6 +48,7 @@ def _rows(directory: Path) -> list[dict[str, Any]]:
     return rows
 
 
+@pytest.mark.slow
 def test_all_parts_on_a_cpu(tmp_path: Path) -> None:
     done = _run("--minutes", "8", "--out", str(tmp_path), SHARDKIT_GPU_TESTS="cpu")
     rows = _rows(tmp_path)

@@ -47,6 +47,7 @@ def test_no_findings(name: str, on_device: Callable[..., Any]) -> None:
     assert not found, "\n".join(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [one.name for one in CONFIGURATIONS if one.on_stock and one.name not in STOCKS_OWN])
 def test_no_findings_in_stock(name: str, on_device: Callable[..., Any]) -> None:
     """The checker gives no false alarms: stock's waits have years of use behind them."""

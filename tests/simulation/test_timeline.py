@@ -130,6 +130,7 @@ def test_ours_takes_no_longer_than_stock(goal: str, name: str, on_device: Callab
         assert all(our <= theirs for our, theirs in later), times
 
 
+@pytest.mark.daily(shards=[2])
 @pytest.mark.parametrize("shards", [2, 4, SHARDS])
 @pytest.mark.parametrize("name", [name for name in NAMES if not name.endswith("copies")])
 def test_ours_peaks_no_higher_than_stock(name: str, shards: int, on_device: Callable[..., Any]) -> None:

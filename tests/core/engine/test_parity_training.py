@@ -14,12 +14,12 @@ WORLD_SIZES = (1, 2, 3, 4)
 
 
 def _singles() -> list[Any]:
-    """Every feature on every world size it runs on. By day on one rank and on three, else on the fewest it runs on."""
+    """Every feature on every world size it runs on. By day on three ranks, else on the fewest it runs on."""
     cases = []
     for name in FEATURES:
         sizes = [size for size in WORLD_SIZES if runs_on((name,), size)]
-        by_day = {1, 3} if 3 in sizes else {sizes[0]}
-        cases += [pytest.param(size, name, marks=() if size in by_day else pytest.mark.slow) for size in sizes]
+        by_day = 3 if 3 in sizes else sizes[0]
+        cases += [pytest.param(size, name, marks=() if size == by_day else pytest.mark.slow) for size in sizes]
     return cases
 
 

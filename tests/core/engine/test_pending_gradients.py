@@ -137,7 +137,7 @@ def _compares(rank: int, world_size: int, kind: type[Any], programs: dict[str, t
                 assert float((seen - expected).abs().max()) <= limit * float(expected.abs().max()), what
 
 
-@pytest.mark.daily(world_size=[1, 3])
+@pytest.mark.daily(world_size=[3])
 @pytest.mark.parametrize("dtypes", DTYPES)
 @pytest.mark.parametrize("kind", [_Layers, _Chunked])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])

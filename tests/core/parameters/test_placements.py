@@ -111,7 +111,7 @@ def _trains(rank: int, world_size: int, placement: str, networked: bool, bits: b
             assert torch.equal(parameter.full_tensor(), expected[name]), name
 
 
-@pytest.mark.daily(world_size=[1, 3])
+@pytest.mark.daily(world_size=[3])
 @pytest.mark.parametrize("networked", [False, True])
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)

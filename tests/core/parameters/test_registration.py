@@ -68,8 +68,7 @@ def _frozen_in_forward(rank: int, world_size: int, reshard_after_forward: bool) 
     assert twins.sharded.first.weight.grad is None and twins.sharded.first.bias.grad is None
 
 
-@pytest.mark.parametrize("reshard_after_forward", [True, False])
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(("world_size", "reshard_after_forward"), [(1, True), (2, True), (2, False)])
 def test_a_parameter_that_is_frozen_while_it_is_unsharded(world_size: int, reshard_after_forward: bool) -> None:
     run_ranks(world_size, _frozen_in_forward, reshard_after_forward)
 
@@ -301,8 +300,7 @@ def _untied_after_sharding(rank: int, world_size: int, separate: bool) -> None:
     model(_TOKENS)
 
 
-@pytest.mark.parametrize("separate", [False, True])
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(("world_size", "separate"), [(1, True), (2, False), (2, True)])
 def test_a_tie_that_is_cut_after_sharding_is_refused(world_size: int, separate: bool) -> None:
     run_ranks(world_size, _untied_after_sharding, separate)
 
@@ -347,8 +345,7 @@ def _call_with_others(model: Any) -> float:
     return 1
 
 
-@pytest.mark.parametrize("separate", [False, True])
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(("world_size", "separate"), [(1, False), (2, False), (2, True)])
 def test_a_tie_that_gets_other_values(world_size: int, separate: bool) -> None:
     run_ranks(world_size, _tied_again, separate)
 
@@ -377,7 +374,6 @@ def _root(model: Any) -> None:
     fully_shard(model)
 
 
-@pytest.mark.parametrize("shard", [_root, _both])
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(("world_size", "shard"), [(1, _both), (2, _root), (2, _both)])
 def test_a_state_dict_with_different_values_for_a_tie_is_refused(world_size: int, shard: Callable[[Any], Any]) -> None:
     run_ranks(world_size, _different_values_in_a_state_dict, shard)

@@ -31,6 +31,7 @@ def _gathers(rank: int, world_size: int, kind: str) -> None:
                 assert seen.dtype == expected.dtype
 
 
+@pytest.mark.daily(world_size=[3])
 @pytest.mark.parametrize("kind", TRANSPORTS)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_gather_restores_the_tensors(world_size: int, kind: str) -> None:
