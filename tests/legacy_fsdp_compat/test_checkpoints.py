@@ -23,7 +23,7 @@ from tests.legacy_fsdp_compat.both import (
     whole_state,
     wrap,
 )
-from tests.support import run_ranks
+from tests.support import on_ranks, run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # stock warns of its own retirement at every call
 
@@ -116,7 +116,9 @@ def test_other_optimizers(number: int, kind: str, other: int, optimizer: str, tm
         run_ranks(2, goes_on_alike, case, tmp_path)
 
 
-def same_local_file(rank: int, world_size: int, use_orig_params: bool) -> None:
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@on_ranks(2, 3, 4)
+def test_local_state_dict_is_that_of_stock(rank: int, world_size: int, use_orig_params: bool) -> None:
     """Element by element, padding included."""
     setting = Setting(use_orig_params=use_orig_params)
     stock, ours = (state_of(engine, "LOCAL", *start(engine, setting, 0))["model"] for engine in (STOCK, OURS))
@@ -132,13 +134,8 @@ def same_local_file(rank: int, world_size: int, use_orig_params: bool) -> None:
             torch.testing.assert_close(mine.tensor, theirs.tensor, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False])
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_local_state_dict_is_that_of_stock(world_size: int, use_orig_params: bool):
-    run_ranks(world_size, same_local_file, use_orig_params)
-
-
-def optimizer_values_are_right(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_full_optimizer_state_is_right_where_stock_is_not(rank: int, world_size: int) -> None:
     """Stock's gathered exp_avg holds exp_avg_sq when nothing has to be moved to the CPU; ours does not."""
     setting = Setting(optimizer="adam")
     states = {}
@@ -156,10 +153,6 @@ def optimizer_values_are_right(rank: int, world_size: int) -> None:
     torch.testing.assert_close(from_full, from_local, rtol=0, atol=0)
     assert not torch.equal(full["exp_avg"], full["exp_avg_sq"])
     torch.testing.assert_close(full["exp_avg_sq"], states[STOCK][0]["exp_avg_sq"], **TOLERANCE)
-
-
-def test_full_optimizer_state_is_right_where_stock_is_not():
-    run_ranks(2, optimizer_values_are_right)
 
 
 def save_distributed(rank: int, world_size: int, writer: str, setting: Setting, directory: Path) -> dict[str, Any]:

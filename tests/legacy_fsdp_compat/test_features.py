@@ -36,7 +36,7 @@ from tests.legacy_fsdp_compat.both import (
     whole_state,
     wrap,
 )
-from tests.support import rank_mesh, run_ranks
+from tests.support import on_ranks, rank_mesh, run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -85,7 +85,8 @@ class Passes(nn.Module):
         return self.out(self.below(x, torch.ones(1)).to(self.out.weight.dtype))
 
 
-def which_inputs_are_cast(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_which_inputs_are_cast(rank: int, world_size: int) -> None:
     seen: dict[str, list[torch.dtype]] = {}
     for engine in (STOCK, OURS):
         names = api(engine)
@@ -99,10 +100,6 @@ def which_inputs_are_cast(rank: int, world_size: int) -> None:
     assert seen[OURS] == seen[STOCK] == [torch.float32, torch.bfloat16]
 
 
-def test_which_inputs_are_cast():
-    run_ranks(2, which_inputs_are_cast)
-
-
 class Norms(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +109,8 @@ class Norms(nn.Module):
         return self.last(self.norm(self.first(x)))
 
 
-def batch_norm_stays_fp32(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_batch_norm_is_wrapped_alone_in_full_precision(rank: int, world_size: int) -> None:
     seen = {}
     for engine in (STOCK, OURS):
         names = api(engine)
@@ -128,11 +126,8 @@ def batch_norm_stays_fp32(rank: int, world_size: int) -> None:
     torch.testing.assert_close(seen[OURS], seen[STOCK], rtol=2e-2, atol=1e-2)
 
 
-def test_batch_norm_is_wrapped_alone_in_full_precision():
-    run_ranks(2, batch_norm_stays_fp32)
-
-
-def full_precision_in_eval(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_full_precision_in_eval(rank: int, world_size: int) -> None:
     import os
 
     os.environ["FSDP_USE_FULL_PREC_IN_EVAL"] = "1"
@@ -159,14 +154,12 @@ def full_precision_in_eval(rank: int, world_size: int) -> None:
     torch.testing.assert_close(twice, plain.inp.weight.grad, rtol=5e-2, atol=5e-2)
 
 
-def test_full_precision_in_eval():
-    run_ranks(2, full_precision_in_eval)
-
-
 # -- features that stock lacks on CPU ----------------------------------------------------------------------------------
 
 
-def offloaded(rank: int, world_size: int, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@on_ranks(2)
+def test_cpu_offload_and_rank0_only(rank: int, world_size: int, strategy: str) -> None:
     names = api(OURS)
     model = wrap(OURS, Setting(strategy), cpu_offload=names.CPUOffload(offload_params=True))
     train(model, sgd(model), rank, range(3))
@@ -177,11 +170,6 @@ def offloaded(rank: int, world_size: int, strategy: str) -> None:
         assert state == {}
         return
     assert_same_tensors(alone(world_size), state, **TOLERANCE)
-
-
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
-def test_cpu_offload_and_rank0_only(strategy: str):
-    run_ranks(2, offloaded, strategy)
 
 
 # -- process groups ----------------------------------------------------------------------------------------------------
@@ -213,7 +201,8 @@ def test_hybrid_sharding(by: str, strategy: str):
     run_ranks(4, hybrid, by, strategy)
 
 
-def placement_errors(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_errors_of_the_constructor(rank: int, world_size: int) -> None:
     names = api(OURS)
     hybrid = names.ShardingStrategy.HYBRID_SHARD
     mesh = init_device_mesh("cpu", (2,))
@@ -238,10 +227,6 @@ def placement_errors(rank: int, world_size: int) -> None:
         model._flat_param  # noqa: B018
     assert not hasattr(model, "_flat_param")
     assert getattr(model, "_handle", None) is None
-
-
-def test_errors_of_the_constructor():
-    run_ranks(2, placement_errors)
 
 
 # -- gradients ---------------------------------------------------------------------------------------------------------
@@ -269,15 +254,12 @@ def comm_hook(rank: int, world_size: int, strategy: str, kind: str, monkeypatch:
     assert_same_tensors(seen[STOCK], seen[OURS], **TOLERANCE)
 
 
-def with_hook(rank: int, world_size: int, strategy: str, kind: str) -> None:
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        comm_hook(rank, world_size, strategy, kind, monkeypatch)
-
-
 @pytest.mark.parametrize("kind", COMPRESSING)
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-def test_compressing_communication_hooks(strategy: str, kind: str):
-    run_ranks(2, with_hook, strategy, kind)
+@on_ranks(2)
+def test_compressing_communication_hooks(rank: int, world_size: int, strategy: str, kind: str) -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        comm_hook(rank, world_size, strategy, kind, monkeypatch)
 
 
 def replicas_first(world_size: int) -> Any:
@@ -312,7 +294,8 @@ class Scaled(nn.Module):
         return self.inner(x) * self.gain
 
 
-def hook_beside_a_scalar(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_communication_hook_beside_a_scalar(rank: int, world_size: int) -> None:
     """A hook for shards cannot reduce the 0-dim parameter, so it is averaged as without a hook."""
     gradients = []
     for hooked in (False, True):
@@ -323,10 +306,6 @@ def hook_beside_a_scalar(rank: int, world_size: int) -> None:
         model(batch(rank, 0)[0]).square().mean().backward()
         gradients.append(whole_gradients(OURS, model))
     assert_same_tensors(*gradients, **TOLERANCE)
-
-
-def test_a_communication_hook_beside_a_scalar():
-    run_ranks(2, hook_beside_a_scalar)
 
 
 # -- whole parameters --------------------------------------------------------------------------------------------------
@@ -382,7 +361,8 @@ def test_summon_full_params():
     run_ranks(3, summon)
 
 
-def replicated_state(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_state_dicts_of_what_is_not_sharded(rank: int, world_size: int) -> None:
     """With NO_SHARD every type of state dict is whole. The type is reset at the end of the context."""
     names = api(OURS)
     model = wrap(OURS, Setting("NO_SHARD"))
@@ -394,11 +374,8 @@ def replicated_state(rank: int, world_size: int) -> None:
     assert names.FSDP.get_state_dict_type(model).state_dict_type is names.StateDictType.FULL_STATE_DICT
 
 
-def test_state_dicts_of_what_is_not_sharded():
-    run_ranks(2, replicated_state)
-
-
-def sharded_copies(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_sharded_state_dicts_are_copies(rank: int, world_size: int) -> None:
     """Training may go on while a SHARDED state dict is written."""
     names = api(OURS)
     model = wrap(OURS, Setting())
@@ -411,14 +388,12 @@ def sharded_copies(rank: int, world_size: int) -> None:
     assert_same_tensors(before, {name: held[name][0].tensor for name in before}, rtol=0, atol=0)
 
 
-def test_sharded_state_dicts_are_copies():
-    run_ranks(2, sharded_copies)
-
-
 # -- construction ------------------------------------------------------------------------------------------------------
 
 
-def ignoring(rank: int, world_size: int, by: str) -> None:
+@pytest.mark.parametrize("by", ["modules", "states", "state modules"])
+@on_ranks(2)
+def test_ignored(rank: int, world_size: int, by: str) -> None:
     names = api(OURS)
     model = build()
     arguments: dict[str, Any] = {
@@ -438,12 +413,8 @@ def ignoring(rank: int, world_size: int, by: str) -> None:
     assert len(saved["state"]) == len(list(model.parameters()))
 
 
-@pytest.mark.parametrize("by", ["modules", "states", "state modules"])
-def test_ignored(by: str):
-    run_ranks(2, ignoring, by)
-
-
-def ignoring_while_syncing(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_what_is_ignored_is_not_synced(rank: int, world_size: int) -> None:
     model = build()
     with torch.no_grad():
         model.inp.bias.fill_(rank)
@@ -453,11 +424,8 @@ def ignoring_while_syncing(rank: int, world_size: int) -> None:
     assert torch.all(model.inp.bias.to_local() == 0)
 
 
-def test_what_is_ignored_is_not_synced():
-    run_ranks(2, ignoring_while_syncing)
-
-
-def meta_init_and_sync(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_values_of_rank_0_for_modules_on_the_meta_device(rank: int, world_size: int) -> None:
     """Rank 0 alone has values."""
 
     def build_small() -> nn.Module:
@@ -471,11 +439,8 @@ def meta_init_and_sync(rank: int, world_size: int) -> None:
     assert_same_tensors(dict(build_small().state_dict()), whole_state(OURS, model), rtol=0, atol=0)
 
 
-def test_values_of_rank_0_for_modules_on_the_meta_device():
-    run_ranks(2, meta_init_and_sync)
-
-
-def deferred_by_torchdistx(rank: int, world_size: int) -> None:
+@on_ranks(1)
+def test_torchdistx_is_refused(rank: int, world_size: int) -> None:
     """A stand-in for the package, which does not run on this torch, says which tensors it has deferred."""
     model = build()
     torchdistx = types.ModuleType("torchdistx.fake")
@@ -487,11 +452,8 @@ def deferred_by_torchdistx(rank: int, world_size: int) -> None:
         wrap(OURS, Setting(), build())
 
 
-def test_torchdistx_is_refused():
-    run_ranks(1, deferred_by_torchdistx)
-
-
-def policies_and_enums_of_stock(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_policies_and_enums_of_stock(rank: int, world_size: int) -> None:
     ours, theirs = api(OURS), api(STOCK)
     mixed = wrap(OURS, Setting(), auto_wrap_policy=theirs.ModuleWrapPolicy({Block}))
     assert len(ours.FSDP.fsdp_modules(mixed)) == 3
@@ -503,11 +465,8 @@ def policies_and_enums_of_stock(rank: int, world_size: int) -> None:
         assert ours.wrap(nn.Linear(2, 2))._use_orig_params is True
 
 
-def test_policies_and_enums_of_stock():
-    run_ranks(2, policies_and_enums_of_stock)
-
-
-def names_through_wrappers(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_names_through_activation_checkpoint_wrappers(rank: int, world_size: int) -> None:
     seen = {}
     for engine in (STOCK, OURS):
         model = build()
@@ -524,11 +483,8 @@ def names_through_wrappers(rank: int, world_size: int) -> None:
     assert api(OURS).FSDP(nn.Sequential(nn.Linear(2, 2)))[0].in_features == 2
 
 
-def test_names_through_activation_checkpoint_wrappers():
-    run_ranks(2, names_through_wrappers)
-
-
-def load_errors(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_errors_of_loading(rank: int, world_size: int) -> None:
     names = api(OURS)
     model = wrap(OURS, Setting())
     state = whole_state(OURS, model)
@@ -558,10 +514,6 @@ def load_errors(rank: int, world_size: int) -> None:
         model.load_state_dict(state)
 
 
-def test_errors_of_loading():
-    run_ranks(2, load_errors)
-
-
 # -- order, moves, experts ---------------------------------------------------------------------------------------------
 
 
@@ -580,7 +532,8 @@ class Experts(nn.Module):
         return sum(weights[:, one : one + 1] * self.experts[one](x) for one in order)
 
 
-def mixture(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_mixture_of_experts(rank: int, world_size: int) -> None:
     seen = {}
     for engine in (STOCK, OURS):
         torch.manual_seed(0)
@@ -591,11 +544,8 @@ def mixture(rank: int, world_size: int) -> None:
     assert_same_tensors(seen[STOCK], seen[OURS], **TOLERANCE)
 
 
-def test_mixture_of_experts():
-    run_ranks(2, mixture)
-
-
-def order_of_execution(rank: int, world_size: int) -> None:
+@on_ranks(2, isolated=True)
+def test_another_order_of_execution_is_reported(rank: int, world_size: int) -> None:
     torch.manual_seed(0)
     fsdp = api(OURS).FSDP
     dist.set_debug_level(dist.DebugLevel.DETAIL)
@@ -610,11 +560,8 @@ def order_of_execution(rank: int, world_size: int) -> None:
         dist.set_debug_level(dist.DebugLevel.OFF)
 
 
-def test_another_order_of_execution_is_reported():
-    run_ranks(2, order_of_execution, isolated=True)
-
-
-def casts_and_assignments(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_casts_and_loads_by_assignment(rank: int, world_size: int) -> None:
     """Operations that replace parameters without FSDP: a cast, a load by assignment."""
     names = api(OURS)
     model = wrap(OURS, Setting())
@@ -633,10 +580,6 @@ def casts_and_assignments(rank: int, world_size: int) -> None:
     assert full["state"]["inp.weight"]["exp_avg"].dtype == torch.float64
 
 
-def test_casts_and_loads_by_assignment():
-    run_ranks(2, casts_and_assignments)
-
-
 # -- ties, calls inside contexts, groups that come and go --------------------------------------------------------------
 
 
@@ -652,7 +595,8 @@ class TiedUnits(nn.Module):
         return self.head(torch.tanh(self.mid(self.emb(tokens))))
 
 
-def tied_across_units(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_parameter_tied_across_units(rank: int, world_size: int) -> None:
     names = api(OURS)
 
     def start(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -686,11 +630,8 @@ def tied_across_units(rank: int, world_size: int) -> None:
         assert_same_tensors(whole_state(OURS, again), whole_state(OURS, other), **TOLERANCE)
 
 
-def test_a_parameter_tied_across_units():
-    run_ranks(2, tied_across_units)
-
-
-def calls_inside_summon(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_calls_inside_summon_full_params(rank: int, world_size: int) -> None:
     """A method of the wrapped module, such as for generating text, runs before and after the first forward."""
     inputs = batch(rank, 0)[0]
     expected = build()(inputs)
@@ -710,10 +651,6 @@ def calls_inside_summon(rank: int, world_size: int) -> None:
                 model.load_state_dict(build().state_dict())
             seen[engine] = train(model, sgd(model), rank, range(2))
         torch.testing.assert_close(seen[OURS], seen[STOCK], **TOLERANCE)
-
-
-def test_calls_inside_summon_full_params():
-    run_ranks(2, calls_inside_summon)
 
 
 class Branches(nn.Module):
@@ -736,7 +673,9 @@ class Branch(nn.Module):
         return self.used(x)
 
 
-def idle_in_two_forwards(rank: int, world_size: int, use_orig_params: bool) -> None:
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@on_ranks(2)
+def test_parameters_that_one_of_two_forwards_uses(rank: int, world_size: int, use_orig_params: bool) -> None:
     """Two forwards through different units, then one backward: both have zero gradients where it did not reach.
 
     Weight decay shows whether a parameter had a zero gradient or none.
@@ -757,12 +696,8 @@ def idle_in_two_forwards(rank: int, world_size: int, use_orig_params: bool) -> N
     assert_same_tensors(seen[STOCK], seen[OURS], **TOLERANCE)
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False])
-def test_parameters_that_one_of_two_forwards_uses(use_orig_params: bool):
-    run_ranks(2, idle_in_two_forwards, use_orig_params)
-
-
-def sparse_gradients(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_grad_scaler_with_sparse_gradients(rank: int, world_size: int) -> None:
     from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as StockScaler
 
     from shardkit.legacy_fsdp_compat import ShardedGradScaler
@@ -773,10 +708,6 @@ def sparse_gradients(rank: int, world_size: int) -> None:
         grad_scaler.scale(model(torch.tensor([1, 1, 2])).sum()).backward()
         grad_scaler.unscale_(optimizer)
         assert model.weight.grad.to_dense().max() == 2.0
-
-
-def test_grad_scaler_with_sparse_gradients():
-    run_ranks(2, sparse_gradients)
 
 
 def groups_that_come_and_go(rank: int, world_size: int, directory: Path) -> None:
@@ -797,7 +728,8 @@ def test_hybrid_sharding_without_groups_of_ones_own(tmp_path: Path):
     run_ranks(2, groups_that_come_and_go, tmp_path, isolated=True)
 
 
-def local_load_of_unlike_ranks(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_loading_files_of_which_one_is_wrong(rank: int, world_size: int) -> None:
     """One rank's file belongs to another run: every rank raises, and none waits for it."""
     names = api(OURS)
     model = wrap(OURS, Setting())
@@ -807,7 +739,3 @@ def local_load_of_unlike_ranks(rank: int, world_size: int) -> None:
             state["blocks.0._flat_param"] = state["_flat_param"]
         with pytest.raises(RuntimeError, match=r"rank 1 of the shard group: 'blocks.0._flat_param' has"):
             model.load_state_dict(state)
-
-
-def test_loading_files_of_which_one_is_wrong():
-    run_ranks(2, local_load_of_unlike_ranks)

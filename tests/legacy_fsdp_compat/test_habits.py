@@ -23,7 +23,7 @@ from tests.legacy_fsdp_compat.both import (
     whole_state,
     wrap,
 )
-from tests.support import run_ranks
+from tests.support import on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -42,7 +42,8 @@ class Nested(nn.Module):
         return {"out": [self.last(hidden) * scale[0], hidden]}
 
 
-def nested_inputs(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_nested_inputs_and_groups_of_parameters(rank: int, world_size: int) -> None:
     """Without prefetching, with hyper-parameters by kind of parameter, and an input that sometimes needs a gradient."""
     seen = {}
     for engine in (STOCK, OURS):
@@ -69,11 +70,8 @@ def nested_inputs(rank: int, world_size: int) -> None:
     assert_same_tensors(seen[STOCK], seen[OURS], **TOLERANCE)
 
 
-def test_nested_inputs_and_groups_of_parameters():
-    run_ranks(2, nested_inputs)
-
-
-def pure_half(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_model_in_float16(rank: int, world_size: int) -> None:
     seen = {}
     for engine in (STOCK, OURS):
         model = wrap(engine, Setting(), build().half())
@@ -88,11 +86,8 @@ def pure_half(rank: int, world_size: int) -> None:
     assert_same_tensors(seen[STOCK], seen[OURS], rtol=1e-2, atol=1e-2)
 
 
-def test_a_model_in_float16():
-    run_ranks(2, pure_half)
-
-
-def another_wrapping(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_loading_into_another_wrapping(rank: int, world_size: int) -> None:
     """Full states go from any wrapping into any other, with a frozen parameter among them."""
     names = api(OURS)
     frozen = build()
@@ -112,11 +107,8 @@ def another_wrapping(rank: int, world_size: int) -> None:
         torch.testing.assert_close(train(other, its_optimizer, rank, range(2, 4)), expected, **TOLERANCE)
 
 
-def test_loading_into_another_wrapping():
-    run_ranks(2, another_wrapping)
-
-
-def mixed_settings(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_mixed_state_dict_types(rank: int, world_size: int) -> None:
     """Types of parts, contexts inside contexts: the same kinds of values as stock's, and the same settings after."""
     seen = {}
     for engine in (STOCK, OURS):
@@ -140,11 +132,8 @@ def mixed_settings(rank: int, world_size: int) -> None:
     assert seen[OURS] == seen[STOCK]
 
 
-def test_mixed_state_dict_types():
-    run_ranks(2, mixed_settings)
-
-
-def clipping(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_clipping_of_replicated_gradients(rank: int, world_size: int) -> None:
     norms = {}
     for engine in (STOCK, OURS):
         model = wrap(engine, Setting("NO_SHARD"))
@@ -156,7 +145,3 @@ def clipping(rank: int, world_size: int) -> None:
     model = wrap(OURS, Setting("HYBRID_SHARD"), process_group=groups)
     loss_of(model, rank, 0).backward()
     torch.testing.assert_close(model.clip_grad_norm_(0.1), norms[STOCK]["norm"], **TOLERANCE)
-
-
-def test_clipping_of_replicated_gradients():
-    run_ranks(2, clipping)

@@ -23,7 +23,7 @@ from tests.legacy_fsdp_compat.both import (
     whole_state,
     wrap,
 )
-from tests.support import run_ranks
+from tests.support import on_ranks, run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -34,7 +34,9 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adam(model.parameters(), lr=0.01, eps=1e-3)
 
 
-def by_lists_of_parameters(rank: int, world_size: int, use_orig_params: bool) -> None:
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@on_ranks(2)
+def test_full_state_by_lists_of_parameters(rank: int, world_size: int, use_orig_params: bool) -> None:
     """Full state that is asked for, and cut, by the parameters that the optimizer was given."""
     fsdp = api(OURS).FSDP
     model = wrap(OURS, Setting(use_orig_params=use_orig_params))
@@ -48,12 +50,8 @@ def by_lists_of_parameters(rank: int, world_size: int, use_orig_params: bool) ->
         assert torch.equal(loaded["state"][key]["exp_avg"].to_local(), state["exp_avg"].to_local())
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False])
-def test_full_state_by_lists_of_parameters(use_orig_params: bool):
-    run_ranks(2, by_lists_of_parameters, use_orig_params)
-
-
-def groups(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_groups_keep_their_hyper_parameters(rank: int, world_size: int) -> None:
     """Groups with hyper-parameters of their own, an empty one, parameters without state, and some left out."""
     names = api(OURS)
     model = wrap(OURS, Setting())
@@ -100,11 +98,8 @@ def groups(rank: int, world_size: int) -> None:
         names.FSDP.optim_state_dict(model, foreign)
 
 
-def test_groups_keep_their_hyper_parameters():
-    run_ranks(2, groups)
-
-
-def resharded_in_another_order(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_loading_in_another_order_on_each_rank(rank: int, world_size: int) -> None:
     """DTensors that are cut in another way are gathered one by one, in any order of a rank's state dict."""
     names = api(OURS)
     mesh = init_device_mesh("cpu", (world_size,))
@@ -124,10 +119,6 @@ def resharded_in_another_order(rank: int, world_size: int) -> None:
         for key, (name, _) in enumerate(named_parameters(model))
     }
     assert_same_tensors(expected, seen, rtol=0, atol=0)
-
-
-def test_loading_in_another_order_on_each_rank():
-    run_ranks(2, resharded_in_another_order)
 
 
 class Counting(torch.optim.Optimizer):
@@ -161,7 +152,9 @@ class WithScalar(nn.Module):
         return self.last(torch.tanh(self.between(self.first(x)))) * self.gain
 
 
-def odd_state(rank: int, world_size: int, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["FULL", "SHARDED", "LOCAL"])
+@on_ranks(2)
+def test_state_of_every_kind_and_tied_parameters(rank: int, world_size: int, kind: str) -> None:
     names = api(OURS)
     torch.manual_seed(0)
     model = names.FSDP(WithScalar(), use_orig_params=True)
@@ -194,12 +187,8 @@ def odd_state(rank: int, world_size: int, kind: str) -> None:
     optimizer.step()
 
 
-@pytest.mark.parametrize("kind", ["FULL", "SHARDED", "LOCAL"])
-def test_state_of_every_kind_and_tied_parameters(kind: str):
-    run_ranks(2, odd_state, kind)
-
-
-def rekeying(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_rekey_optim_state_dict(rank: int, world_size: int) -> None:
     """A full state by name goes into a model without FSDP, and comes back."""
     names = api(OURS)
     model = wrap(OURS, Setting())
@@ -244,11 +233,8 @@ def rekeying(rank: int, world_size: int) -> None:
         names.FSDP.scatter_full_optim_state_dict(None, model, optim=optimizer)
 
 
-def test_rekey_optim_state_dict():
-    run_ranks(2, rekeying)
-
-
-def partial_state(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_rank0_only_and_disagreement(rank: int, world_size: int) -> None:
     """rank0_only in both directions, and ranks that disagree."""
     names = api(OURS)
     model = wrap(OURS, Setting())
@@ -269,11 +255,9 @@ def partial_state(rank: int, world_size: int) -> None:
         names.FSDP.optim_state_dict(model, optimizer)
 
 
-def test_rank0_only_and_disagreement():
-    run_ranks(2, partial_state)
-
-
-def without_state(rank: int, world_size: int, use_orig_params: bool) -> None:
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@on_ranks(2)
+def test_parameters_without_state(rank: int, world_size: int, use_orig_params: bool) -> None:
     """A flat parameter has state as a whole: zeros for the parameters without state."""
     names = api(OURS)
     model = wrap(OURS, Setting(use_orig_params=use_orig_params))
@@ -292,11 +276,6 @@ def without_state(rank: int, world_size: int, use_orig_params: bool) -> None:
         return
     expected = {"step": torch.tensor(2.0), "exp_avg": torch.zeros(5), "exp_avg_sq": torch.zeros(5).double()}
     assert_same_tensors(expected, state["state"]["inp.bias"], rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("use_orig_params", [True, False])
-def test_parameters_without_state(use_orig_params: bool):
-    run_ranks(2, without_state, use_orig_params)
 
 
 class Factored(torch.optim.Optimizer):
@@ -378,7 +357,8 @@ def test_factored_state(use_orig_params: bool, kind: str):
         assert_same_tensors(values, seen[name], **TOLERANCE)
 
 
-def torchs_adafactor(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_torchs_adafactor_refuses_sharded_matrices(rank: int, world_size: int) -> None:
     """If it steps one day, change the documentation. With NO_SHARD it steps, as in one process."""
     model = wrap(OURS, Setting())
     loss_of(model, rank, 0).backward()
@@ -393,7 +373,3 @@ def torchs_adafactor(rank: int, world_size: int) -> None:
             optimizer.step()
             optimizer.zero_grad()
     assert_same_tensors(dict(plain.state_dict()), whole_state(OURS, replicated), **TOLERANCE)
-
-
-def test_torchs_adafactor_refuses_sharded_matrices():
-    run_ranks(2, torchs_adafactor)

@@ -23,7 +23,7 @@ from tests.legacy_fsdp_compat.both import (
     whole_state,
     wrap,
 )
-from tests.support import run_ranks
+from tests.support import on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -33,7 +33,9 @@ TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
 # -- optimizers --------------------------------------------------------------------------------------------------------
 
 
-def built_before(rank: int, world_size: int, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["sgd", "momentum", "adam"])
+@on_ranks(2)
+def test_optimizer_built_before_the_model_was_wrapped(rank: int, world_size: int, kind: str) -> None:
     """Also with a backward whose gradients are zeroed before the first step, which the optimizer must see."""
     seen = {}
     for engine in (STOCK, OURS):
@@ -51,12 +53,8 @@ def built_before(rank: int, world_size: int, kind: str) -> None:
     assert_same_tensors(seen[STOCK], seen[OURS], **TOLERANCE)
 
 
-@pytest.mark.parametrize("kind", ["sgd", "momentum", "adam"])
-def test_optimizer_built_before_the_model_was_wrapped(kind: str):
-    run_ranks(2, built_before, kind)
-
-
-def built_and_used_before(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_optimizer_that_has_stepped_before_the_model_was_wrapped(rank: int, world_size: int) -> None:
     """Existing state is cut like the parameters. Stock's steps raise, so the reference is one process."""
     alone, original = build(), build()
     expected, optimizer = OPTIMIZERS["adam"](alone.parameters()), OPTIMIZERS["adam"](original.parameters())
@@ -77,11 +75,9 @@ def built_and_used_before(rank: int, world_size: int) -> None:
     assert list(state) == names
 
 
-def test_optimizer_that_has_stepped_before_the_model_was_wrapped():
-    run_ranks(2, built_and_used_before)
-
-
-def named_optimizer(rank: int, world_size: int, in_groups: bool) -> None:
+@pytest.mark.parametrize("in_groups", [False, True])
+@on_ranks(2)
+def test_optimizer_that_goes_by_names(rank: int, world_size: int, in_groups: bool) -> None:
     """Its keys are the names of `named_parameters()`. Stock's own conversion raises KeyError for them."""
     fsdp, kinds = api(OURS).FSDP, api(OURS).StateDictType
     model = wrap(OURS, Setting())
@@ -107,15 +103,11 @@ def named_optimizer(rank: int, world_size: int, in_groups: bool) -> None:
         )
 
 
-@pytest.mark.parametrize("in_groups", [False, True])
-def test_optimizer_that_goes_by_names(in_groups: bool):
-    run_ranks(2, named_optimizer, in_groups)
-
-
 # -- arguments ---------------------------------------------------------------------------------------------------------
 
 
-def losses_to_scale(rank: int, world_size: int) -> None:
+@on_ranks(1)
+def test_scaled_losses_keep_their_dtype(rank: int, world_size: int) -> None:
     seen = []
     for kind in (sharded_grad_scaler.ShardedGradScaler, api(OURS).ShardedGradScaler):
         scaler = kind("cpu", 4.0)
@@ -129,11 +121,9 @@ def losses_to_scale(rank: int, world_size: int) -> None:
     assert seen[0] == seen[1]
 
 
-def test_scaled_losses_keep_their_dtype():
-    run_ranks(1, losses_to_scale)
-
-
-def mesh_without_names(rank: int, world_size: int, named: bool) -> None:
+@pytest.mark.parametrize("named", [False, True])
+@on_ranks(4)
+def test_two_dimensional_mesh(rank: int, world_size: int, named: bool) -> None:
     """SHARDED state dicts hold DTensors on the very mesh that the script made."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("here", "there") if named else None)
     seen = {}
@@ -154,15 +144,11 @@ def mesh_without_names(rank: int, world_size: int, named: bool) -> None:
     assert_same_tensors(seen[STOCK], seen[OURS], **TOLERANCE)
 
 
-@pytest.mark.parametrize("named", [False, True])
-def test_two_dimensional_mesh(named: bool):
-    run_ranks(4, mesh_without_names, named)
-
-
 # -- wrapping again ----------------------------------------------------------------------------------------------------
 
 
-def used_before_wrapping(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_units_that_were_used_before(rank: int, world_size: int) -> None:
     """These calls do not make a unit a root: a module may still be wrapped around it."""
     for use in ("summon_full_params", "state_dict", "apply", "optim_state_dict"):
         fsdp = api(OURS).FSDP
@@ -181,18 +167,11 @@ def used_before_wrapping(rank: int, world_size: int) -> None:
         assert not unit.check_is_root()
 
 
-def test_units_that_were_used_before():
-    run_ranks(2, used_before_wrapping)
-
-
 # -- attributes that scripts read --------------------------------------------------------------------------------------
 
 
-def not_copied(rank: int, world_size: int) -> None:
+@on_ranks(1)
+def test_deepcopy_is_refused(rank: int, world_size: int) -> None:
     model = wrap(OURS, Setting())
     with pytest.raises(RuntimeError, match="cannot be deep-copied"):
         copy.deepcopy(model)
-
-
-def test_deepcopy_is_refused():
-    run_ranks(1, not_copied)

@@ -10,7 +10,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from tests.legacy_fsdp_compat.both import CPU, OURS, api, assert_same_tensors
 from tests.legacy_fsdp_compat.tensor_parallel import Pair, adam, batch
-from tests.support import run_ranks
+from tests.support import on_ranks
 from tests.support.meshes import rank_mesh
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -44,7 +44,9 @@ def full_state(model: Any) -> dict[str, torch.Tensor]:
         return model.state_dict()
 
 
-def two_dimensions(rank: int, world_size: int, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["FULL", "SHARDED"])
+@on_ranks(4)
+def test_training_and_state_dicts(rank: int, world_size: int, kind: str) -> None:
     names, place = api(OURS), rank_mesh((2, 2), ("dp", "tp")).get_coordinate()[0]
     model, plain = wrapped(0), build(0)
     optimizer, its_optimizer = adam(model), adam(plain)
@@ -69,12 +71,8 @@ def two_dimensions(rank: int, world_size: int, kind: str) -> None:
     assert_same_tensors(full_state(model), full_state(other), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("kind", ["FULL", "SHARDED"])
-def test_training_and_state_dicts(kind: str):
-    run_ranks(4, two_dimensions, kind)
-
-
-def whole_parameters(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_whole_parameters(rank: int, world_size: int) -> None:
     names = api(OURS)
     model = wrapped(0)
     with (
@@ -91,7 +89,3 @@ def whole_parameters(rank: int, world_size: int) -> None:
     expected = build(0).state_dict()
     expected["0.up.weight"] *= 2
     assert_same_tensors(dict(expected), full_state(model), rtol=0, atol=0)
-
-
-def test_whole_parameters():
-    run_ranks(4, whole_parameters)

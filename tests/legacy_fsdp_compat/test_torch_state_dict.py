@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from tests.legacy_fsdp_compat.both import OPTIMIZERS, OURS, STOCK, Setting, api, build, train, whole_state, wrap
-from tests.support import run_ranks
+from tests.support import on_ranks, run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -32,7 +32,9 @@ def start(engine: str, setting: Setting, seed: int, **arguments: Any) -> tuple[A
     return model, OPTIMIZERS[setting.optimizer](model.parameters())
 
 
-def whole_states(rank: int, world_size: int, use_orig_params: bool) -> None:
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@on_ranks(2)
+def test_whole_state_dicts(rank: int, world_size: int, use_orig_params: bool) -> None:
     """Whole tensors: the same names as stock's, the same weights; ours go on from them as stock goes on."""
     setting = Setting(use_orig_params=use_orig_params, optimizer="momentum")
     found, expected = {}, {}
@@ -59,11 +61,6 @@ def whole_states(rank: int, world_size: int, use_orig_params: bool) -> None:
             set_model_state_dict(model, dict(weights) if mine else {}, options=options)
             set_optimizer_state_dict(model, optimizer, dict(states) if mine else {}, options=options)
             torch.testing.assert_close(train(model, optimizer, rank, range(2, 4)), expected[OURS], **TOLERANCE)
-
-
-@pytest.mark.parametrize("use_orig_params", [True, False])
-def test_whole_state_dicts(use_orig_params: bool):
-    run_ranks(2, whole_states, use_orig_params)
 
 
 def save(rank: int, world_size: int, engine: str, path: Path) -> dict[str, Any]:

@@ -14,12 +14,13 @@ from tests.legacy_fsdp_compat.both import (
     loss_of,
     wrap,
 )
-from tests.support import run_ranks
+from tests.support import on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def assigned_data(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_data_that_is_assigned_is_refused(rank: int, world_size: int) -> None:
     model = wrap(OURS, Setting(policy=False), nn.Linear(8, 8))
     for parameter in model.parameters():
         parameter.data = parameter.data * 2
@@ -28,11 +29,10 @@ def assigned_data(rank: int, world_size: int) -> None:
             use()
 
 
-def test_data_that_is_assigned_is_refused():
-    run_ranks(2, assigned_data)
-
-
-def replaced(rank: int, world_size: int, shape: tuple[int, int], use: str) -> None:
+@pytest.mark.parametrize("use", ["summon", "state_dict", "forward"])
+@pytest.mark.parametrize("shape", [(8, 8), (3, 2)])
+@on_ranks(2)
+def test_replaced_parameters_are_refused(rank: int, world_size: int, shape: tuple[int, int], use: str) -> None:
     errors: dict[str, type[Exception]] = {STOCK: RuntimeError, OURS: ValueError}
     for engine in (STOCK, OURS):
         model: Any = wrap(engine, Setting(policy=False), nn.Linear(8, 8))
@@ -51,13 +51,8 @@ def replaced(rank: int, world_size: int, shape: tuple[int, int], use: str) -> No
             assert tuple(model.module.weight.shape) == shape
 
 
-@pytest.mark.parametrize("use", ["summon", "state_dict", "forward"])
-@pytest.mark.parametrize("shape", [(8, 8), (3, 2)])
-def test_replaced_parameters_are_refused(shape: tuple[int, int], use: str):
-    run_ranks(2, replaced, shape, use)
-
-
-def summoned_within_no_sync(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_gradients_that_wait_are_not_summoned(rank: int, world_size: int) -> None:
     """There are no whole gradients yet; stock raises AssertionError."""
     fsdp = api(OURS).FSDP
     model = wrap(OURS, Setting())
@@ -70,7 +65,3 @@ def summoned_within_no_sync(rank: int, world_size: int) -> None:
         pass
     with fsdp.summon_full_params(model):
         pass
-
-
-def test_gradients_that_wait_are_not_summoned():
-    run_ranks(2, summoned_within_no_sync)

@@ -1,18 +1,21 @@
 """The parts of multi-rank tests: a pool of rank processes and a parity harness.
 
-A test hands a *body*, a plain module-level function, to :func:`run_ranks`, which runs it once on every rank of a pool
-of processes that already share a gloo process group::
+A test under :func:`on_ranks` runs on every rank of a pool of processes that already share a gloo process group::
 
-    from tests.support import run_ranks
+    from tests.support import on_ranks
 
-    def body(rank: int, world_size: int, numel: int) -> float:
+    @pytest.mark.parametrize("numel", [0, 3])
+    @on_ranks(2)
+    def test_sum(rank: int, world_size: int, numel: int) -> None:
         tensor = torch.full((numel,), float(rank))
         torch.distributed.all_reduce(tensor)
-        return tensor.sum().item()
+        assert tensor.sum() == numel
 
-    @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-    def test_sum(world_size):
-        assert run_ranks(world_size, body, 3) == [...]          # one result per rank, in rank order
+``on_ranks(1, 2, 4)`` makes a case of each number of ranks, and ``on_ranks()`` takes it from a ``parametrize``.
+
+A test that looks at what its ranks return hands a *body*, a plain module-level function, to :func:`run_ranks`::
+
+    assert run_ranks(2, body, 3) == [...]          # one result per rank, in rank order
 
 ``run_ranks(world_size, body, *args, timeout=60.0, seed=0, seed_per_rank=False, isolated=False)``
 
@@ -40,6 +43,15 @@ Process groups live as long as their pool. Make meshes with :func:`rank_mesh`, w
 
 from tests.support.failures import RankError, RankFailure, RankTimeout
 from tests.support.meshes import networked_mesh, rank_mesh
-from tests.support.pool import close_pools, run_ranks
+from tests.support.pool import close_pools, on_ranks, run_ranks
 
-__all__ = ["RankError", "RankFailure", "RankTimeout", "close_pools", "networked_mesh", "rank_mesh", "run_ranks"]
+__all__ = [
+    "RankError",
+    "RankFailure",
+    "RankTimeout",
+    "close_pools",
+    "networked_mesh",
+    "on_ranks",
+    "rank_mesh",
+    "run_ranks",
+]

@@ -9,6 +9,7 @@ It is then killed, and the next call starts a new one.
 import atexit
 import contextlib
 import functools
+import inspect
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -79,6 +80,31 @@ def run_ranks(
         else:
             _pools.pop(world_size).kill()
     return results
+
+
+def on_ranks(*world_sizes: int, **options: Any) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """A test that every rank runs: ``test_it(rank, world_size, *parameters)``.
+
+    With several world sizes there is a case for each; with none the test is parametrized by ``world_size``.
+    ``options`` are those of `run_ranks`.
+    """
+    import pytest
+
+    def decorate(body: Callable[..., Any]) -> Callable[..., None]:
+        parameters = list(inspect.signature(body).parameters.values())[2:]
+
+        @functools.wraps(body)
+        def test(**values: Any) -> None:
+            world_size = values["world_size"] if len(world_sizes) != 1 else world_sizes[0]
+            run_ranks(world_size, test, *(values[one.name] for one in parameters), **options)
+
+        size = inspect.Parameter("world_size", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        # What pytest is to hand over.
+        test.__signature__ = inspect.Signature([size, *parameters] if len(world_sizes) != 1 else parameters)
+        test.on_a_rank = body
+        return pytest.mark.parametrize("world_size", world_sizes)(test) if len(world_sizes) > 1 else test
+
+    return decorate
 
 
 def start_server(*more: str) -> None:

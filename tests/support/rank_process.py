@@ -212,6 +212,7 @@ def _run(job: Job, place: RankPlace) -> Outcome:
 
 
 def _call(body: Callable[..., Any], place: RankPlace, args: tuple[Any, ...]) -> Any:
+    body = getattr(body, "on_a_rank", body)  # a test is found by the name that it has in its module
     return body(place.rank, place.world_size, *args)
 
 

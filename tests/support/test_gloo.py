@@ -3,10 +3,11 @@
 import torch
 import torch.distributed as dist
 
-from tests.support import run_ranks
+from tests.support import on_ranks
 
 
-def _works_in_flight(rank: int, world_size: int) -> None:
+@on_ranks(1, isolated=True)
+def test_works_in_flight_do_not_corrupt_memory(rank: int, world_size: int) -> None:
     group = dist.group.WORLD
     assert group is not None
     numbers, gathered = torch.ones(4), torch.empty(4)
@@ -18,7 +19,3 @@ def _works_in_flight(rank: int, world_size: int) -> None:
         for work in works:
             work.wait()
     assert numbers.tolist() == gathered.tolist() == [1.0] * 4
-
-
-def test_works_in_flight_do_not_corrupt_memory():
-    run_ranks(1, _works_in_flight, isolated=True)

@@ -10,7 +10,7 @@ from torch import nn
 from shardkit.tools.estimating.job import EstimateError, TrainingJob
 from shardkit.tools.estimating.result import Estimate, estimate_job
 from shardkit.tools.estimating.workers import Workers
-from tests.support import run_ranks
+from tests.support import on_ranks
 
 
 def _job() -> TrainingJob:
@@ -33,7 +33,9 @@ def _made_in() -> tuple[list[int], Workers[int]]:
     return here, Workers(make)
 
 
-def _estimates_of_others(rank: int, world_size: int) -> None:
+@on_ranks(1, isolated=True)
+def test_estimates_of_other_processes_are_those_of_this_one(rank: int, world_size: int) -> None:
+    """In a new process: one that has run a backward with threads makes all estimates itself."""
     dist.destroy_process_group()  # estimates make their own
     os.sched_getaffinity = lambda _: {0, 1}  # in the process of this test alone
     here, workers = _made_in()
@@ -42,11 +44,6 @@ def _estimates_of_others(rank: int, world_size: int) -> None:
         found = [workers.estimate(size).to_json() for size in (2, 4, 8)]
     assert found == [estimate_job(_job(), size).to_json() for size in (2, 4, 8)]
     assert not here
-
-
-def test_estimates_of_other_processes_are_those_of_this_one():
-    """In a new process: one that has run a backward with threads makes all estimates itself."""
-    run_ranks(1, _estimates_of_others, isolated=True)
 
 
 @pytest.mark.usefixtures("_two_cores")

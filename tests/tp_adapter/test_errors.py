@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from shardkit.core import DataParallelMeshDims, fully_shard
 from shardkit.core.torch_compat import GRAD_DTYPE_DECIDES, new_dtensor
 from shardkit.tp_adapter import FusedColwiseParallel, SubBlocks, adapter, declare_sub_blocks
-from tests.support import rank_mesh, run_ranks
+from tests.support import on_ranks, rank_mesh, run_ranks
 
 
 class Odd(Placement):
@@ -74,23 +74,6 @@ def refusals(rank: int, world_size: int) -> None:
     fully_shard(model, mesh=mesh, dp_mesh_dims=dims)
 
 
-def foreign_roots(rank: int, world_size: int) -> None:
-    mesh = rank_mesh((2, 2), ("dp", "tp"))
-    # The same ranks as mesh["tp"], but counted from another root, which holds the ranks in another order.
-    root = DeviceMesh("cpu", torch.tensor([[2, 3], [0, 1]]), mesh_dim_names=("x", "y"))
-    with pytest.raises(ValueError, match=r"(?s)'0\.weight' with placements \(Shard.*not slices of one root mesh"):
-        fully_shard(distributed(root["y"], Shard(0)), mesh=mesh["dp"])
-    nameless = DeviceMesh.from_group(mesh["tp"].get_group(), "cpu")
-    with pytest.raises(ValueError, match=r"(?s)'0\.weight'.*no axis names.*init_device_mesh"):
-        fully_shard(distributed(nameless, Shard(0)), mesh=mesh["dp"])
-    half = DeviceMesh("cpu", torch.arange(2), mesh_dim_names=("tp",))
-    with pytest.raises(ValueError, match=r"(?s)'0\.weight'.*" + ("not slices" if rank < 2 else "not in that mesh")):
-        fully_shard(holding(new_dtensor(torch.ones(4, 4), half, [Replicate()], torch.Size((4, 4)))), mesh=mesh["dp"])
-    twin = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("x", "dp"))
-    with pytest.raises(ValueError, match=r"(?s)'0\.weight'.*axes are \['dp', 'dp'\].*name of its own"):
-        fully_shard(distributed(twin["dp"], Shard(0)), mesh=mesh["dp"])
-
-
 def fused_refusals(rank: int, world_size: int) -> None:
     tensor = rank_mesh((2, 2), ("dp", "tp"))["tp"]
     style = FusedColwiseParallel("gate", "up")
@@ -116,11 +99,26 @@ def test_refusals(body):
     run_ranks(4, body)
 
 
-def test_foreign_roots():
-    run_ranks(4, foreign_roots, isolated=True)
+@on_ranks(4, isolated=True)
+def test_foreign_roots(rank: int, world_size: int) -> None:
+    mesh = rank_mesh((2, 2), ("dp", "tp"))
+    # The same ranks as mesh["tp"], but counted from another root, which holds the ranks in another order.
+    root = DeviceMesh("cpu", torch.tensor([[2, 3], [0, 1]]), mesh_dim_names=("x", "y"))
+    with pytest.raises(ValueError, match=r"(?s)'0\.weight' with placements \(Shard.*not slices of one root mesh"):
+        fully_shard(distributed(root["y"], Shard(0)), mesh=mesh["dp"])
+    nameless = DeviceMesh.from_group(mesh["tp"].get_group(), "cpu")
+    with pytest.raises(ValueError, match=r"(?s)'0\.weight'.*no axis names.*init_device_mesh"):
+        fully_shard(distributed(nameless, Shard(0)), mesh=mesh["dp"])
+    half = DeviceMesh("cpu", torch.arange(2), mesh_dim_names=("tp",))
+    with pytest.raises(ValueError, match=r"(?s)'0\.weight'.*" + ("not slices" if rank < 2 else "not in that mesh")):
+        fully_shard(holding(new_dtensor(torch.ones(4, 4), half, [Replicate()], torch.Size((4, 4)))), mesh=mesh["dp"])
+    twin = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("x", "dp"))
+    with pytest.raises(ValueError, match=r"(?s)'0\.weight'.*axes are \['dp', 'dp'\].*name of its own"):
+        fully_shard(distributed(twin["dp"], Shard(0)), mesh=mesh["dp"])
 
 
-def refusal_of_a_forgetful_torch(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_a_torch_that_forgets_the_order_of_cuts(rank: int, world_size: int) -> None:
     mesh = rank_mesh((2, 2), ("dp", "tp"))
     model = nn.Sequential(nn.Linear(4, 12))
     FusedColwiseParallel("a", "b", "c")._apply(model[0], mesh["tp"])
@@ -129,7 +127,3 @@ def refusal_of_a_forgetful_torch(rank: int, world_size: int) -> None:
         with pytest.raises(ValueError, match=message):
             fully_shard(model, mesh=mesh["dp"])
         fully_shard(distributed(mesh["tp"], Shard(0)), mesh=mesh["dp"])
-
-
-def test_a_torch_that_forgets_the_order_of_cuts():
-    run_ranks(4, refusal_of_a_forgetful_torch)

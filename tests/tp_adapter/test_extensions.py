@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel.fsdp import DTensorExtensions as StockExtensions
 
 from shardkit.tp_adapter.extensions import DTensorExtensions
-from tests.support import rank_mesh, run_ranks
+from tests.support import on_ranks, rank_mesh, run_ranks
 from tests.tp_adapter.models import SPECS, build
 
 OURS = DTensorExtensions()
@@ -81,7 +81,8 @@ def test_the_old_format(tmp_path: Path):
     run_ranks(4, old_format, tmp_path)
 
 
-def dtensors(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_dtensors(rank: int, world_size: int) -> None:
     for shape, names in (((2, 2), ("dp", "tp")), ((1, 2, 2), ("dp_replicate", "dp_shard", "tp"))):
         mesh = rank_mesh(shape, names)
         data = mesh[names[:-1]] if len(shape) > 2 else mesh["dp"]
@@ -98,11 +99,8 @@ def dtensors(rank: int, world_size: int) -> None:
             OURS.all_gather_dtensor(chunk, None)
 
 
-def test_dtensors():
-    run_ranks(4, dtensors)
-
-
-def flattening(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_flattening(rank: int, world_size: int) -> None:
     mesh = rank_mesh((2,), ("tp",))
     dtensor = distribute_tensor(torch.arange(15.0).view(5, 3), mesh, [Shard(0)]).requires_grad_()
     local, extension = OURS.pre_flatten_transform(dtensor)
@@ -119,11 +117,8 @@ def flattening(rank: int, world_size: int) -> None:
     dist.barrier()
 
 
-def test_flattening():
-    run_ranks(2, flattening)
-
-
-def inside_stock_fsdp1(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_inside_stock_fsdp1(rank: int, world_size: int) -> None:
     """A stock FSDP1 model on two axes with its own hooks and with ours: the same training and state dicts."""
     mesh = rank_mesh((2, 2), ("dp", "tp"))
     gathered = []
@@ -157,7 +152,3 @@ def inside_stock_fsdp1(rank: int, world_size: int) -> None:
     for name, value in theirs.items():
         assert torch.equal(mine[name], value), name
         assert torch.equal(loaded[name], value), name
-
-
-def test_inside_stock_fsdp1():
-    run_ranks(4, inside_stock_fsdp1)

@@ -17,13 +17,28 @@ import shardkit.core as shardkit
 from shardkit.core.runtime.shared import segment
 from shardkit.tp_adapter import CheckedLoadPlanner, SubBlocks, logical_state_dict
 from shardkit.tp_adapter.boxes import BoxedTensor
-from tests.support import rank_mesh, run_ranks
+from tests.support import on_ranks, rank_mesh, run_ranks
 from tests.support.twins import Twins, assert_close
 from tests.tp_adapter.models import HEADS, NAMES, PROJECTIONS, SPECS, FusedModel, build, shard
 from tests.tp_adapter.trainee import Trainee
 
 
-def trains_like_one_process(rank: int, world_size: int, name: str, shape: tuple[int, ...]) -> None:
+@pytest.mark.daily(shape=[(2, 2), (1, 2, 2)])
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("fused", (2, 2)),
+        ("packed", (2, 2)),
+        ("packed", (4, 1)),
+        ("fused", (1, 2, 2)),
+        ("grouped", (2, 2)),
+        ("grouped", (4, 1)),
+        ("grouped", (1, 2, 2)),
+    ],
+    ids=str,
+)
+@on_ranks(4)
+def test_trains_like_one_process(rank: int, world_size: int, name: str, shape: tuple[int, ...]) -> None:
     whole, model, spec = build(name), build(name), SPECS[name]
     mesh = rank_mesh(shape, NAMES[len(shape)])
     data = mesh["dp"] if len(shape) == 2 else mesh["dp_replicate", "dp_shard"]
@@ -52,24 +67,6 @@ def trains_like_one_process(rank: int, world_size: int, name: str, shape: tuple[
         shardkit.load_full_state_dict(model, full, assign=assign)
         loaded = shardkit.full_state_dict(model, rank0_only=False)
         assert not [fqn for fqn in full if not torch.equal(loaded[fqn], full[fqn])], assign
-
-
-@pytest.mark.daily(shape=[(2, 2), (1, 2, 2)])
-@pytest.mark.parametrize(
-    ("name", "shape"),
-    [
-        ("fused", (2, 2)),
-        ("packed", (2, 2)),
-        ("packed", (4, 1)),
-        ("fused", (1, 2, 2)),
-        ("grouped", (2, 2)),
-        ("grouped", (4, 1)),
-        ("grouped", (1, 2, 2)),
-    ],
-    ids=str,
-)
-def test_trains_like_one_process(name: str, shape: tuple[int, ...]):
-    run_ranks(4, trains_like_one_process, name, shape)
 
 
 def save_logical(rank: int, world_size: int, path: Path, shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
@@ -116,7 +113,8 @@ def test_logical_names(tmp_path: Path):
         assert not [name for name in expected if not torch.equal(seen[name], expected[name])], shape
 
 
-def taken_name(rank: int, world_size: int) -> None:
+@on_ranks(1)
+def test_a_taken_name_is_refused(rank: int, world_size: int) -> None:
     trainee = Trainee.of("fused", (1, 1), 1)
     state = trainee.model.state_dict()
     state["blocks.0.up.weight"] = torch.ones(1)
@@ -124,11 +122,8 @@ def taken_name(rank: int, world_size: int) -> None:
         logical_state_dict(trainee.model, state)
 
 
-def test_a_taken_name_is_refused():
-    run_ranks(1, taken_name)
-
-
-def reassigned(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_assigned_tensors_get_their_boxes(rank: int, world_size: int) -> None:
     """Tensors that a user assigns have no boxes; they get those of the sharded parameter."""
     trainee = Trainee.of("fused", (1, 2), 1)
     state = {
@@ -143,11 +138,8 @@ def reassigned(rank: int, world_size: int) -> None:
     assert [tuple(chunk.offsets) for chunk in after.__create_chunk_list__()] == [(rank * 4, 0), (8 + rank * 4, 0)]
 
 
-def test_assigned_tensors_get_their_boxes():
-    run_ranks(2, reassigned)
-
-
-def replaced(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_replaced_parameters_stay_fused(rank: int, world_size: int) -> None:
     """Parameters stay fused if a call replaces their tensors, before fully_shard and after it."""
     mesh, spec = rank_mesh((1, 2), NAMES[2]), SPECS["fused"]
     rows = [(rank * 4, 0), (8 + rank * 4, 0)]
@@ -176,11 +168,8 @@ def replaced(rank: int, world_size: int) -> None:
     assert "blocks.0.gate.weight" in logical_state_dict(model, model.state_dict())
 
 
-def test_replaced_parameters_stay_fused():
-    run_ranks(2, replaced)
-
-
-def in_shared_memory(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_several_boxes_in_shared_memory(rank: int, world_size: int) -> None:
     """A shard of several boxes lies in memory that peers can read, so the whole group does without an outbox."""
     mesh, model = rank_mesh((2, 2), NAMES[2]), build("packed")
     SPECS["packed"].parallelize(model, mesh["tp"])
@@ -195,11 +184,8 @@ def in_shared_memory(rank: int, world_size: int) -> None:
         assert isinstance(local, BoxedTensor) and torch.equal(local.plain(), expected)
 
 
-def test_several_boxes_in_shared_memory():
-    run_ranks(4, in_shared_memory)
-
-
-def full_state_dicts(rank: int, world_size: int) -> None:
+@on_ranks(1)
+def test_every_kind_of_state_dict(rank: int, world_size: int) -> None:
     trainee = Trainee.of("packed", (1, 1), 1)
     model, whole = trainee.model, {name: one.full_tensor() for name, one in trainee.model.state_dict().items()}
     full = logical_state_dict(model, whole)
@@ -224,10 +210,6 @@ def full_state_dicts(rank: int, world_size: int) -> None:
     logical = logical_state_dict(model, model.state_dict())
     assert {"k.weight", "k.bias", "twin.v.weight", "out.weight"} < logical.keys()
     assert not [name for name in logical if "qkv" in name]
-
-
-def test_every_kind_of_state_dict():
-    run_ranks(1, full_state_dicts)
 
 
 def save_asynchronously(rank: int, world_size: int, path: Path, name: str) -> None:
@@ -261,7 +243,8 @@ def test_asynchronous_saves(tmp_path: Path, name: str):
     run_ranks(4, save_asynchronously, tmp_path, name)
 
 
-def reassigned_and_gathered(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_assigned_tensors_are_gathered_right(rank: int, world_size: int) -> None:
     """Assigned tensors get the order of cuts of the placements, both at once and after they were used."""
     trainee = Trainee.of("packed", (2, 2), 1)
     model = trainee.model
@@ -291,11 +274,8 @@ def reassigned_and_gathered(rank: int, world_size: int) -> None:
         model.load_state_dict(state, assign=True)
 
 
-def test_assigned_tensors_are_gathered_right():
-    run_ranks(4, reassigned_and_gathered)
-
-
-def not_yet_sharded(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_stack_that_is_not_yet_sharded_is_refused(rank: int, world_size: int) -> None:
     """Before fully_shard a stack's placements are those of computing: they would be saved as other rows."""
     mesh, model = rank_mesh((1, 2), NAMES[2]), build("fused")
     SPECS["fused"].parallelize(model, mesh["tp"])
@@ -312,7 +292,3 @@ def not_yet_sharded(rank: int, world_size: int) -> None:
     state = logical_state_dict(model, model.state_dict())
     rows = SubBlocks(PROJECTIONS, sizes=HEADS.sizes).split(whole)[0].chunk(2)[rank]
     assert torch.equal(state["blocks.0.q_proj.weight"].packed(), rows)
-
-
-def test_a_stack_that_is_not_yet_sharded_is_refused():
-    run_ranks(2, not_yet_sharded)

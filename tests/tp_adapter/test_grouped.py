@@ -23,7 +23,7 @@ from shardkit.tp_adapter import (
     logical_state_dict,
 )
 from shardkit.tp_adapter.logical_tensor import LogicalTensor
-from tests.support import rank_mesh, run_ranks
+from tests.support import on_ranks, rank_mesh, run_ranks
 from tests.tp_adapter.models import HEADS, NAMES, PROJECTIONS, SPECS, GroupedModel
 from tests.tp_adapter.trainee import Trainee, assert_equal
 
@@ -152,7 +152,8 @@ def test_a_checkpoint_of_separate_layers_fits_a_plain_model(tmp_path: Path):
     assert_equal(separate.state_dict(), {name: whole_of(one) for name, one in state.items()})
 
 
-def copy_plain_tensors(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_plain_tensors_of_separate_layers_can_be_copied(rank: int, world_size: int) -> None:
     """A logical tensor is as large as the separate layer's, so that may be copied into it, whole, on every rank."""
     model = Trainee.of("grouped", (1, 2), 1).model
     torch.manual_seed(3)
@@ -169,10 +170,6 @@ def copy_plain_tensors(rank: int, world_size: int) -> None:
     cut = distribute_tensor(separate["blocks.0.q_proj.weight"], rank_mesh((2,), ("tp",)), [Shard(0)])
     with pytest.raises(ValueError, match=r"held here: .* got a DTensor of shape .*pass full_tensor\(\) of a DTensor"):
         one.copy_(cut)
-
-
-def test_plain_tensors_of_separate_layers_can_be_copied():
-    run_ranks(2, copy_plain_tensors)
 
 
 class Stacked(nn.Module):
@@ -221,7 +218,8 @@ def test_stacked_in_different_sizes_without_tensor_parallelism(tmp_path: Path, w
     run_ranks(world_size, stacked_without_tensor_parallelism, tmp_path, dim)
 
 
-def refusals(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_groups_that_ranks_would_cut_are_refused(rank: int, world_size: int) -> None:
     mesh = rank_mesh((2, 2), ("dp", "tp"))
     seen = r"dim 0 of 8 .* groups of 8, made of \('q', 'k', 'v'\) with \(4, 2, 2\) in each, and 2 ranks cut .* at \[4\]"
     way_out = r".*Use a number of ranks that divides 1,.*pack it group by group.*SubBlocks\.fuse"
@@ -244,11 +242,8 @@ def refusals(rank: int, world_size: int) -> None:
         shardkit.fully_shard(three, mesh=mesh["dp"])
 
 
-def test_groups_that_ranks_would_cut_are_refused():
-    run_ranks(4, refusals)
-
-
-def gathered_outputs(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_outputs_of_whole_groups_can_be_gathered(rank: int, world_size: int) -> None:
     """Whole groups are in order over the ranks, so outputs may be DTensors, or gathered; those of a stack may not."""
     mesh, x = rank_mesh((2,), ("tp",)), torch.ones(2, 3)
     for options in ({"output_layouts": Replicate()}, {"use_local_output": False}):
@@ -258,7 +253,3 @@ def gathered_outputs(rank: int, world_size: int) -> None:
         style = FusedColwiseParallel("q", "k", "v", sizes=(2, 1, 1), **options)
         output = parallelize_module(layer, mesh, style)(x)
         assert torch.allclose(output.full_tensor() if isinstance(output, DTensor) else output, expected)
-
-
-def test_outputs_of_whole_groups_can_be_gathered():
-    run_ranks(2, gathered_outputs)

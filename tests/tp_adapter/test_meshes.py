@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 
 import shardkit.core as shardkit
-from tests.support import rank_mesh, run_ranks
+from tests.support import on_ranks, rank_mesh
 from tests.support.parity import sum_in_rank_order
 from tests.support.trace import Trace, assert_same
 from tests.support.twins import Twins, assert_close, batch
@@ -68,19 +68,17 @@ def train_full_mesh(rank: int, api: Any, shape: tuple[int, ...], spread: bool) -
     return trace
 
 
-def compare_full_mesh(rank: int, world_size: int, shape: tuple[int, ...], spread: bool) -> None:
-    assert_same(train_full_mesh(rank, stock, shape, spread), train_full_mesh(rank, shardkit, shape, spread))
-
-
 @pytest.mark.daily(spread=[True])
 @pytest.mark.parametrize(
     ("shape", "spread"), [*((shape, False) for shape in FULL), ((2, 2), True), ((1, 2, 2), True)], ids=str
 )
-def test_dp_mesh_dims_with_dtensors(shape: tuple[int, ...], spread: bool):
-    run_ranks(4, compare_full_mesh, shape, spread)
+@on_ranks(4)
+def test_dp_mesh_dims_with_dtensors(rank: int, world_size: int, shape: tuple[int, ...], spread: bool) -> None:
+    assert_same(train_full_mesh(rank, stock, shape, spread), train_full_mesh(rank, shardkit, shape, spread))
 
 
-def expert_parallel(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_expert_parallel(rank: int, world_size: int) -> None:
     """Dense parameters over all four ranks, experts over "ep" and then over the two ranks that hold the same ones."""
     mesh = rank_mesh((2, 2), ("dp_mod_ep", "ep"))
     torch.manual_seed(5)
@@ -105,10 +103,6 @@ def expert_parallel(rank: int, world_size: int) -> None:
         twins.check_parameters()
 
 
-def test_expert_parallel():
-    run_ranks(4, expert_parallel)
-
-
 class Gated(nn.Module):
     """A matrix on two model axes, and a 0-dim parameter."""
 
@@ -122,7 +116,8 @@ class Gated(nn.Module):
         return out.full_tensor() if isinstance(out, DTensor) else out
 
 
-def two_model_axes(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_two_model_axes_and_a_scalar(rank: int, world_size: int) -> None:
     whole, gate = torch.arange(45.0).view(9, 5) / 10, torch.tensor(2.0)
     expected = Gated(whole, gate)
     expected().backward()
@@ -139,7 +134,3 @@ def two_model_axes(rank: int, world_size: int) -> None:
                 assert_close(
                     parameter.grad, dict(expected.named_parameters())[name].grad, f"{shape} {placements} {name}"
                 )
-
-
-def test_two_model_axes_and_a_scalar():
-    run_ranks(4, two_model_axes)

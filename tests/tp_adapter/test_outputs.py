@@ -5,7 +5,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from shardkit.core import fully_shard
-from tests.support import rank_mesh, run_ranks
+from tests.support import on_ranks, rank_mesh
 
 
 class Table(nn.Module):
@@ -19,7 +19,8 @@ class Table(nn.Module):
         return {"itself": self.weight, "transposed": self.weight.t(), "local": self.weight.to_local()}[how]
 
 
-def outlives(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_outputs_that_are_parameters(rank: int, world_size: int) -> None:
     mesh = rank_mesh((2, 2), ("dp", "tp"))
     whole = torch.arange(24.0).view(6, 4)
     rows = whole.chunk(2)[mesh.get_local_rank("tp")]
@@ -34,7 +35,3 @@ def outlives(rank: int, world_size: int) -> None:
         assert torch.equal(local.t() if how == "transposed" else local, rows), how
         (out * 2).sum().backward()
         assert torch.equal(table.weight.grad.full_tensor(), torch.full((6, 4), 2.0)), how
-
-
-def test_outputs_that_are_parameters():
-    run_ranks(4, outlives)

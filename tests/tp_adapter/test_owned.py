@@ -10,7 +10,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from shardkit.core import Blocks, Owned, clip_grad_norm_, full_state_dict, fully_shard
 from shardkit.core.torch_compat import local_of
-from tests.support import rank_mesh, run_ranks
+from tests.support import on_ranks, rank_mesh
 
 
 def build(choice: Any) -> nn.Module:
@@ -37,7 +37,8 @@ def _train(rank: int, choice: Any) -> dict[str, torch.Tensor]:
     return found
 
 
-def _owned(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_an_owner_holds_its_tensor_parallel_shard(rank: int, world_size: int) -> None:
     expected, seen = _train(rank, None), _train(rank, lambda p: Owned())
     assert seen.keys() == expected.keys()
     for name, value in expected.items():
@@ -48,11 +49,8 @@ def _owned(rank: int, world_size: int) -> None:
         assert bool(local_of(p).numel()) == (rank // 2 == 1)
 
 
-def test_an_owner_holds_its_tensor_parallel_shard() -> None:
-    run_ranks(4, _owned)
-
-
-def _refused(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_what_needs_more_than_the_shard_is_refused(rank: int, world_size: int) -> None:
     with pytest.raises(NotImplementedError, match=r"parameter '0.weight' is a DTensor .*Blocks\(rows=2\) cannot cut"):
         build(lambda p: Blocks(rows=2))
     model = build(lambda p: Owned())
@@ -62,7 +60,3 @@ def _refused(rank: int, world_size: int) -> None:
         RuntimeError, match=r"parameter '0.weight' .*holds one tensor-parallel shard, and Muon may need"
     ):
         muon.step()
-
-
-def test_what_needs_more_than_the_shard_is_refused() -> None:
-    run_ranks(4, _refused)

@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (
 
 import shardkit.core as shardkit
 from shardkit.core.torch_compat import GRAD_DTYPE_DECIDES
-from tests.support import rank_mesh, run_ranks
+from tests.support import on_ranks, rank_mesh, run_ranks
 from tests.support.parity import sum_in_rank_order
 from tests.support.trace import Trace, assert_same
 from tests.tp_adapter.models import NAMES, OPTIMIZERS, SPECS, build, shard
@@ -136,17 +136,15 @@ def test_as_stock(case: Case):
     run_ranks(world(case), compare_with_stock, case)
 
 
-def compare_kept_parts(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_a_smaller_group_after_forward(rank: int, world_size: int) -> None:
     """Between forward and backward two neighbours keep the parameters; stock refuses that for DTensors."""
     whole, kept = (Case("tensor", (4, 1), {"reshard_after_forward": value}) for value in (True, 2))
     assert_same(train(rank, whole, shardkit, full=True), train(rank, kept, shardkit, full=True))
 
 
-def test_a_smaller_group_after_forward():
-    run_ranks(4, compare_kept_parts)
-
-
-def train_after_inference(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_a_first_forward_in_inference_mode(rank: int, world_size: int) -> None:
     """A model whose first forward was in inference mode can be trained, with the same gradients as stock."""
     case = Case("tensor", (2, 2))
     gradients = []
@@ -162,10 +160,6 @@ def train_after_inference(rank: int, world_size: int) -> None:
         trace.add_gradients("after inference", model, full=True)
         gradients.append(trace)
     assert_same(*gradients)
-
-
-def test_a_first_forward_in_inference_mode():
-    run_ranks(4, train_after_inference)
 
 
 def train_with_loss_parallel(rank: int, api: Any) -> Trace:
@@ -197,12 +191,9 @@ def train_with_loss_parallel(rank: int, api: Any) -> Trace:
     return trace
 
 
-def compare_loss_parallel(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_loss_parallel_and_prepared_inputs(rank: int, world_size: int) -> None:
     assert_same(train_with_loss_parallel(rank, stock), train_with_loss_parallel(rank, shardkit))
-
-
-def test_loss_parallel_and_prepared_inputs():
-    run_ranks(4, compare_loss_parallel)
 
 
 class Scaled(nn.Module):
@@ -216,7 +207,12 @@ class Scaled(nn.Module):
         return (x * self.weight).to_local().sum()
 
 
-def sum_over_tensor_parallelism(rank: int, world_size: int, kind: str, micro_batches: int) -> None:
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("kind", ["shard", "offload", "owned"])
+@on_ranks(4)
+def test_sums_over_tensor_parallelism_have_the_dtype_of_the_reduction(
+    rank: int, world_size: int, kind: str, micro_batches: int
+) -> None:
     options = {
         "shard": {},
         "offload": {"offload_policy": shardkit.CPUOffloadPolicy(pin_memory=False)},
@@ -234,9 +230,3 @@ def sum_over_tensor_parallelism(rank: int, world_size: int, kind: str, micro_bat
         model(rows).backward()
     expected = micro_batches * (1 + 2**-10)
     assert model.weight.grad.full_tensor().tolist() == [expected] * 4  # bf16 would give 1.0
-
-
-@pytest.mark.parametrize("micro_batches", [1, 2])
-@pytest.mark.parametrize("kind", ["shard", "offload", "owned"])
-def test_sums_over_tensor_parallelism_have_the_dtype_of_the_reduction(kind: str, micro_batches: int):
-    run_ranks(4, sum_over_tensor_parallelism, kind, micro_batches)

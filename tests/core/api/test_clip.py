@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardkit.core import fully_shard
 from shardkit.core.clip import clip_grad_norm_, grad_norm
-from tests.support import rank_mesh, run_ranks
+from tests.support import on_ranks, rank_mesh, run_ranks
 
 
 def full_grads():
@@ -96,7 +96,8 @@ def test_norm_and_scale(world_size, norm_type):
     assert len(set(norms)) == 1
 
 
-def check_like_torch(rank, world_size):
+@on_ranks(2)
+def test_clips_like_torch_does_on_one_process(rank, world_size):
     mesh = rank_mesh((world_size,), ("shard",))
     grads = full_grads()
     for max_norm in (0.1, 1e6):
@@ -112,11 +113,8 @@ def check_like_torch(rank, world_size):
                 assert torch.equal(grad, grads[name])
 
 
-def test_clips_like_torch_does_on_one_process():
-    run_ranks(2, check_like_torch)
-
-
-def check_two_axes(rank, world_size):
+@on_ranks(4)
+def test_two_axes_and_several_meshes(rank, world_size):
     """HSDP, both axes sharded, strided, and two meshes with the same ranks in one call."""
     two_axes = rank_mesh((2, 2), ("outer", "inner"))
     flat = rank_mesh((4,), ("shard",))
@@ -145,10 +143,6 @@ def check_two_axes(rank, world_size):
     assert len(calls) == 3  # outer, inner (shared with the twin mesh), all four ranks
 
 
-def test_two_axes_and_several_meshes():
-    run_ranks(4, check_two_axes)
-
-
 def check_no_gradients_on_some_ranks(rank, world_size):
     mesh = rank_mesh((world_size,), ("shard",))
     parameters = [make_parameter(torch.zeros(8), torch.ones(8), mesh, [Shard(0)]) for _ in range(2)]
@@ -167,7 +161,19 @@ def test_rank_without_gradients_takes_part(world_size):
     assert len(set(run_ranks(world_size, check_no_gradients_on_some_ranks))) == 1
 
 
-def check_ties_and_odd_inputs(rank, world_size):
+@pytest.mark.parametrize("max_norm", [-1, -0.5, float("nan")])
+def test_a_bound_that_is_no_norm(max_norm):
+    """A negative bound would turn every gradient around."""
+    weight = torch.nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    with pytest.raises(ValueError, match=f"max_norm={max_norm}, expected a number from 0 on, or inf; pass inf"):
+        clip_grad_norm_([weight], max_norm)
+    assert clip_grad_norm_([weight], float("inf")).item() == pytest.approx(math.sqrt(2))
+    assert torch.equal(weight.grad, torch.ones(2))
+
+
+@on_ranks(2)
+def test_ties_and_odd_inputs(rank, world_size):
     mesh = rank_mesh((world_size,), ("shard",))
     tied = make_parameter(torch.zeros(6), torch.full((6,), 2.0), mesh, [Shard(0)])
     norm = clip_grad_norm_([tied, tied], 1.0)
@@ -188,22 +194,8 @@ def check_ties_and_odd_inputs(rank, world_size):
     assert grad_norm(wide).item() == pytest.approx(10.0)
 
 
-@pytest.mark.parametrize("max_norm", [-1, -0.5, float("nan")])
-def test_a_bound_that_is_no_norm(max_norm):
-    """A negative bound would turn every gradient around."""
-    weight = torch.nn.Parameter(torch.ones(2))
-    weight.grad = torch.ones(2)
-    with pytest.raises(ValueError, match=f"max_norm={max_norm}, expected a number from 0 on, or inf; pass inf"):
-        clip_grad_norm_([weight], max_norm)
-    assert clip_grad_norm_([weight], float("inf")).item() == pytest.approx(math.sqrt(2))
-    assert torch.equal(weight.grad, torch.ones(2))
-
-
-def test_ties_and_odd_inputs():
-    run_ranks(2, check_ties_and_odd_inputs)
-
-
-def check_precision(rank, world_size):
+@on_ranks(2)
+def test_precision(rank, world_size):
     """4097 ones in bf16 sum to 4096 in bf16, and squares of 1e25 overflow fp32: neither may happen."""
     mesh = rank_mesh((world_size,), ("shard",))
     ones = torch.ones(4097, dtype=torch.bfloat16)
@@ -213,11 +205,8 @@ def check_precision(rank, world_size):
     assert grad_norm(parameters).item() == pytest.approx(math.sqrt(8) * 1e19)
 
 
-def test_precision():
-    run_ranks(2, check_precision)
-
-
-def check_foreach(rank, world_size):
+@on_ranks(2)
+def test_foreach_gives_the_same(rank, world_size):
     mesh = rank_mesh((world_size,), ("shard",))
     results = []
     for foreach in (False, True):
@@ -228,11 +217,19 @@ def check_foreach(rank, world_size):
         torch.testing.assert_close(one, other)
 
 
-def test_foreach_gives_the_same():
-    run_ranks(2, check_foreach)
-
-
-def check_nonfinite(rank, world_size, norm_type, bad):
+@pytest.mark.parametrize(
+    ("world_size", "norm_type", "bad"),
+    [
+        (1, 1.0, math.inf),
+        (2, 1.0, math.nan),
+        (3, 2.0, math.inf),
+        (2, 2.0, math.nan),
+        (2, math.inf, math.inf),
+        (3, math.inf, math.nan),
+    ],
+)
+@on_ranks()
+def test_nonfinite_names_the_gradient_on_every_rank(rank, world_size, norm_type, bad):
     mesh = rank_mesh((world_size,), ("shard",))
     grads = {"a.weight": torch.ones(5), "b.weight": torch.ones(5), "c.weight": torch.ones(1)}
     grads["b.weight"][4] = bad  # on the last rank that holds any
@@ -249,22 +246,8 @@ def check_nonfinite(rank, world_size, norm_type, bad):
             grad_norm(huge, norm_type, error_if_nonfinite=True)
 
 
-@pytest.mark.parametrize(
-    ("world_size", "norm_type", "bad"),
-    [
-        (1, 1.0, math.inf),
-        (2, 1.0, math.nan),
-        (3, 2.0, math.inf),
-        (2, 2.0, math.nan),
-        (2, math.inf, math.inf),
-        (3, math.inf, math.nan),
-    ],
-)
-def test_nonfinite_names_the_gradient_on_every_rank(world_size, norm_type, bad):
-    run_ranks(world_size, check_nonfinite, norm_type, bad)
-
-
-def check_bad_placements(rank, world_size):
+@on_ranks(2)
+def test_gradient_placed_unlike_its_parameter(rank, world_size):
     mesh = rank_mesh((world_size,), ("shard",))
     parameter = nn.Parameter(distribute_tensor(torch.zeros(4), mesh, [Replicate()]))
     parameter.grad = DTensor.from_local(torch.ones(4), mesh, [Partial()])
@@ -274,11 +257,8 @@ def check_bad_placements(rank, world_size):
     assert grad_norm(parameter).item() == pytest.approx(2.0 * world_size)
 
 
-def test_gradient_placed_unlike_its_parameter():
-    run_ranks(2, check_bad_placements)
-
-
-def check_model(rank, world_size):
+@on_ranks(1, 3)
+def test_model(rank, world_size):
     def build():
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3))
@@ -293,8 +273,3 @@ def check_model(rank, world_size):
     torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(plain.parameters(), 0.1))
     for name, parameter in plain.named_parameters():
         torch.testing.assert_close(sharded.get_parameter(name).grad.full_tensor(), parameter.grad)
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_model(world_size):
-    run_ranks(world_size, check_model)

@@ -11,7 +11,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import shardkit.core as ours
-from tests.support import run_ranks
+from tests.support import on_ranks
 
 
 class Block(nn.Module):
@@ -45,7 +45,9 @@ def _gradients(model: nn.Module) -> list[torch.Tensor]:
     return [parameter.grad.to_local().clone() for parameter in model.parameters()]
 
 
-def _compiled(rank: int, world_size: int, first: str) -> None:
+@pytest.mark.parametrize("first", ["compile", "shard"])
+@on_ranks(2, timeout=240)
+def test_compiled_blocks(rank: int, world_size: int, first: str) -> None:
     eager, compiled = _model(), _model()
     _shard(eager, ours)
     if first == "compile":
@@ -65,11 +67,6 @@ def _compiled(rank: int, world_size: int, first: str) -> None:
         for model in (eager, compiled):
             torch.optim.SGD(model.parameters(), lr=0.1).step()
             model.zero_grad()
-
-
-@pytest.mark.parametrize("first", ["compile", "shard"])
-def test_compiled_blocks(first: str) -> None:
-    run_ranks(2, _compiled, first, timeout=240)
 
 
 def _train_compiled(api: ModuleType, what: str, first: str, rank: int) -> tuple[list[torch.Tensor], dict[str, int]]:
@@ -95,7 +92,11 @@ def _train_compiled(api: ModuleType, what: str, first: str, rank: int) -> tuple[
     return [*losses, *_gradients(model)], counted
 
 
-def _graph_breaks(rank: int, world_size: int, what: str, first: str) -> None:
+@pytest.mark.parametrize("what", ["blocks", "module", "model"])
+@pytest.mark.parametrize("first", ["compile", "shard"])
+@on_ranks(2, timeout=240)
+def test_graph_breaks_are_those_of_stock(rank: int, world_size: int, what: str, first: str) -> None:
+    """Blocks have no graph breaks; `module.compile()` has none with torch 2.13 and one with 2.15."""
     (expected, by_stock), (seen, by_ours) = (_train_compiled(api, what, first, rank) for api in (stock, ours))
     assert by_stock == by_ours
     assert what != "blocks" or by_ours["graph breaks"] == 0
@@ -104,14 +105,9 @@ def _graph_breaks(rank: int, world_size: int, what: str, first: str) -> None:
         assert torch.equal(one, two)
 
 
-@pytest.mark.parametrize("what", ["blocks", "module", "model"])
-@pytest.mark.parametrize("first", ["compile", "shard"])
-def test_graph_breaks_are_those_of_stock(what: str, first: str) -> None:
-    """Blocks have no graph breaks; `module.compile()` has none with torch 2.13 and one with 2.15."""
-    run_ranks(2, _graph_breaks, what, first, timeout=240)
-
-
-def _step_after_a_forward_alone(rank: int, world_size: int, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["loop", "foreach", "fused"])
+@on_ranks(2)
+def test_a_step_between_forwards_is_seen_by_the_next_one(rank: int, world_size: int, kind: str) -> None:
     """A forward that no backward follows leaves the root unsharded; a step then makes that memory stale."""
     model = _shard(_model(), ours)
     # AdamW: torch 2.13 has no DTensor strategy for fused SGD.
@@ -127,8 +123,3 @@ def _step_after_a_forward_alone(rank: int, world_size: int, kind: str) -> None:
     after = model(_batch(2, rank))
     fresh.load_state_dict(model.state_dict())
     assert torch.equal(after, fresh(_batch(2, rank)))
-
-
-@pytest.mark.parametrize("kind", ["loop", "foreach", "fused"])
-def test_a_step_between_forwards_is_seen_by_the_next_one(kind: str) -> None:
-    run_ranks(2, _step_after_a_forward_alone, kind)

@@ -25,7 +25,7 @@ from shardkit.core import (
     register_fsdp_forward_method,
 )
 from tests.core.parameters.installed_adapters import no_installed_adapters
-from tests.support import RankFailure, rank_mesh, run_ranks
+from tests.support import RankFailure, on_ranks, rank_mesh, run_ranks
 from tests.support.models import MLP
 
 
@@ -461,7 +461,8 @@ def test_ranks_that_disagree(how: str, seen: str) -> None:
         assert "Every rank must build the same model and call fully_shard on the same modules" in error.message
 
 
-def _disagree_on_one_axis(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_all_ranks_of_a_2d_mesh_hear_of_a_difference(rank: int, world_size: int) -> None:
     """The first axis of the mesh shows rank 3's difference to rank 2, the second one to rank 1; rank 0 sees neither."""
     odd = rank == 3
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 8 if odd else 6))
@@ -469,18 +470,11 @@ def _disagree_on_one_axis(rank: int, world_size: int) -> None:
         fully_shard(model, mesh=rank_mesh((2, 2), ("replicate", "shard")))(torch.ones(2, 6))
 
 
-def test_all_ranks_of_a_2d_mesh_hear_of_a_difference() -> None:
-    run_ranks(4, _disagree_on_one_axis)
-
-
-def _half_disagrees(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_the_number_of_ranks_that_differ_is_told(rank: int, world_size: int) -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6, bias=rank < 2))
     with pytest.raises(RuntimeError, match=r"rank 2 has no further parameter \(2 of 4 ranks differ from rank 0\)"):
         fully_shard(model)(torch.ones(2, 6))
-
-
-def test_the_number_of_ranks_that_differ_is_told() -> None:
-    run_ranks(4, _half_disagrees)
 
 
 def _skips_the_root(rank: int, world_size: int) -> None:
@@ -513,7 +507,9 @@ def test_forward_that_skips_the_root() -> None:
     _run(_skips_the_root)
 
 
-def _early_optimizer(rank: int, world_size: int, foreach: bool) -> None:
+@pytest.mark.parametrize("foreach", [True, False])
+@on_ranks(2)
+def test_optimizer_built_too_early(rank: int, world_size: int, foreach: bool) -> None:
     model = MLP()
     original = model.inp.weight
     early = torch.optim.SGD(model.parameters(), lr=0.1, foreach=foreach)
@@ -537,11 +533,6 @@ def _early_optimizer(rank: int, world_size: int, foreach: bool) -> None:
     out.sum().backward()
     with pytest.raises(RuntimeError, match=r"'inp\.weight'"):
         during.step()
-
-
-@pytest.mark.parametrize("foreach", [True, False])
-def test_optimizer_built_too_early(foreach: bool) -> None:
-    run_ranks(2, _early_optimizer, foreach)
 
 
 # -- state dicts -------------------------------------------------------------------------------------------------------
@@ -703,7 +694,8 @@ def test_a_block_that_one_rank_repeats_is_reported() -> None:
     _run(_repeats_a_block)
 
 
-def _ends_early(rank: int, world_size: int) -> None:
+@on_ranks(2, isolated=True)
+def test_order_check_names_where_a_rank_waits_for_one_that_ended(rank: int, world_size: int) -> None:
     os.environ["SHARDKIT_DEBUG"] = "order"
     group = dist.new_group(list(range(world_size)), timeout=dt.timedelta(seconds=4))
     model = _branches(DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp",)))
@@ -713,11 +705,8 @@ def _ends_early(rank: int, world_size: int) -> None:
             model(torch.ones(2, 4), "left right")
 
 
-def test_order_check_names_where_a_rank_waits_for_one_that_ended() -> None:
-    run_ranks(2, _ends_early, isolated=True)
-
-
-def _skips_a_block(rank: int, world_size: int) -> None:
+@on_ranks(2, isolated=True)
+def test_timeout_names_the_waiting_group(rank: int, world_size: int) -> None:
     group = dist.new_group(list(range(world_size)), timeout=dt.timedelta(seconds=4))
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp",))
     model = _branches(mesh)
@@ -725,10 +714,6 @@ def _skips_a_block(rank: int, world_size: int) -> None:
     if rank == 0:
         with pytest.raises(RuntimeError, match=r"^right: all-gather.*(waiting for its peers|launching)"):
             model(torch.ones(2, 4), "right")
-
-
-def test_timeout_names_the_waiting_group() -> None:
-    run_ranks(2, _skips_a_block, isolated=True)
 
 
 class _Mixture(nn.Module):
@@ -803,18 +788,17 @@ class _Keeps(nn.Module):
         return self.way(x) + self.linear.bias
 
 
-def _computes_with_the_original(rank: int, world_size: int, way: str) -> None:
+@pytest.mark.parametrize("way", ["list", "view", "closure"])
+@on_ranks(2)
+def test_a_weight_kept_from_before_sharding(rank: int, world_size: int, way: str) -> None:
     model = fully_shard(nn.Sequential(_Keeps(way), nn.Linear(4, 4)))
     with pytest.raises(RuntimeError, match=r"plain tensor that was parameter '0\.linear\.weight' before fully_shard"):
         model(torch.ones(2, 4)).sum().backward()
 
 
-@pytest.mark.parametrize("way", ["list", "view", "closure"])
-def test_a_weight_kept_from_before_sharding(way: str) -> None:
-    run_ranks(2, _computes_with_the_original, way)
-
-
-def _completed_later(rank: int, world_size: int, steps_before: int) -> None:
+@pytest.mark.parametrize("steps_before", [0, 1])
+@on_ranks(2)
+def test_a_module_that_came_after_sharding(rank: int, world_size: int, steps_before: int) -> None:
     ignored = nn.Linear(4, 4)
     model = nn.Sequential(nn.Linear(4, 4), ignored, nn.Linear(4, 4))
     fully_shard(model, ignored_params=set(ignored.parameters()))
@@ -829,11 +813,6 @@ def _completed_later(rank: int, world_size: int, steps_before: int) -> None:
         optimizer.step()
     fully_shard(model[2])
     torch.optim.SGD(model[0].parameters(), lr=0.1).step()
-
-
-@pytest.mark.parametrize("steps_before", [0, 1])
-def test_a_module_that_came_after_sharding(steps_before: int) -> None:
-    run_ranks(2, _completed_later, steps_before)
 
 
 def _hook_of_another_shape(rank: int, world_size: int) -> None:
@@ -859,7 +838,9 @@ class _Embeds(nn.Module):
         return self.tokens(ids) + self.position
 
 
-def _sparse_gradient(rank: int, world_size: int, sync: bool) -> None:
+@pytest.mark.parametrize("sync", [True, False])
+@on_ranks(2)
+def test_a_sparse_gradient(rank: int, world_size: int, sync: bool) -> None:
     model = nn.Sequential(_Embeds(), nn.Linear(4, 4))
     fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
     model.set_requires_gradient_sync(sync)
@@ -869,8 +850,3 @@ def _sparse_gradient(rank: int, world_size: int, sync: bool) -> None:
         model.set_requires_gradient_sync(True)
     with pytest.raises(RuntimeError, match=r"gradient of parameter '0\.tokens\.weight' is sparse .*sparse=False"):
         model(ids).sum().backward()
-
-
-@pytest.mark.parametrize("sync", [True, False])
-def test_a_sparse_gradient(sync: bool) -> None:
-    run_ranks(2, _sparse_gradient, sync)

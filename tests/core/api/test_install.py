@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardkit.core as shardkit
-from tests.support import rank_mesh, run_ranks
+from tests.support import on_ranks, rank_mesh, run_ranks
 from tests.support.models import Block
 
 HOMES = (
@@ -57,7 +57,8 @@ def _train() -> list[Tensor]:
     return seen
 
 
-def there_and_back(rank: int, world_size: int) -> None:
+@on_ranks(2, isolated=True)
+def test_there_and_back(rank: int, world_size: int) -> None:
     user = types.ModuleType("users_module")
     user.shard, user.other = stock.fully_shard, "untouched"
     sys.modules["users_module"] = user
@@ -92,11 +93,8 @@ def there_and_back(rank: int, world_size: int) -> None:
         assert torch.equal(one, two)
 
 
-def test_there_and_back():
-    run_ranks(2, there_and_back, isolated=True)
-
-
-def mixed_engines(rank: int, world_size: int) -> None:
+@on_ranks(1, isolated=True)
+def test_mixed_engines_are_refused(rank: int, world_size: int) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     stock.fully_shard(model[0])
     with pytest.raises(ValueError, match=r"torch's own fully_shard has sharded module '0'"):
@@ -110,11 +108,8 @@ def mixed_engines(rank: int, world_size: int) -> None:
     shardkit.uninstall()
 
 
-def test_mixed_engines_are_refused():
-    run_ranks(1, mixed_engines, isolated=True)
-
-
-def torch_around_ours(rank: int, world_size: int) -> None:
+@on_ranks(4, isolated=True)
+def test_torch_around_ours_is_refused(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     shardkit.fully_shard(model[0], mesh=mesh["inner"])
@@ -127,11 +122,8 @@ def torch_around_ours(rank: int, world_size: int) -> None:
         model(torch.randn(2, 4))
 
 
-def test_torch_around_ours_is_refused():
-    run_ranks(4, torch_around_ours, isolated=True)
-
-
-def missing_names(rank: int, world_size: int) -> None:
+@on_ranks(1, isolated=True)
+def test_an_unknown_torch_is_refused(rank: int, world_size: int) -> None:
     part = sys.modules["torch.distributed.fsdp._fully_shard"]
     kept = part.fully_shard
     del part.fully_shard
@@ -145,10 +137,6 @@ def missing_names(rank: int, world_size: int) -> None:
     with pytest.raises(RuntimeError, match=r"torch 2\.10\.1 is installed; shardkit-core needs torch.*2\.11"):
         shardkit.install()
     assert set(_bound().values()) == {STOCKS[0]}
-
-
-def test_an_unknown_torch_is_refused():
-    run_ranks(1, missing_names, isolated=True)
 
 
 def announced(rank: int, world_size: int, capture: bool) -> str:
@@ -175,7 +163,8 @@ def test_rank_0_says_once_that_the_engine_runs(announce: bool):
 # -- FSDP1 -------------------------------------------------------------------------------------------------------------
 
 
-def fsdp1(rank: int, world_size: int) -> None:
+@on_ranks(2, isolated=True)
+def test_fsdp1_names(rank: int, world_size: int) -> None:
     """A script in the style of FSDP1 that names torch only."""
     legacy = importlib.import_module("shardkit.legacy_fsdp_compat")
     shardkit.install(fsdp1=False)
@@ -205,7 +194,3 @@ def fsdp1(rank: int, world_size: int) -> None:
     assert get_model_state_dict(model).keys() == whole.keys()
     shardkit.uninstall()
     assert stock.FullyShardedDataParallel is not FullyShardedDataParallel
-
-
-def test_fsdp1_names():
-    run_ranks(2, fsdp1, isolated=True)

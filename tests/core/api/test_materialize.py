@@ -11,7 +11,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from shardkit.core import Blocks, CPUOffloadPolicy, Owned, fully_shard
 from shardkit.core.initialisation import InitialisationWatch
 from shardkit.core.materialize import materialize
-from tests.support import rank_mesh, run_ranks
+from tests.support import on_ranks, rank_mesh, run_ranks
 
 WORLD_SIZES = [1, 2, 3, 4]
 
@@ -123,7 +123,9 @@ def unsharded_initialisation():
     return model
 
 
-def check_values(rank, world_size, axes):
+@pytest.mark.parametrize(("world_size", "axes"), [(1, 1), (2, 1), (3, 1), (4, 1), (4, 2)])
+@on_ranks()
+def test_same_values_as_unsharded_on_any_world_size(rank, world_size, axes):
     expected = unsharded_initialisation()
     with torch.device("meta"):
         model = shard(Model(), world_size, axes)
@@ -140,11 +142,6 @@ def check_values(rank, world_size, axes):
     materialize(model)  # nothing is left to do
     for name, tensor in model.state_dict().items():
         assert torch.equal(*(t.to_local() if isinstance(t, DTensor) else t for t in (tensor, before[name]))), name
-
-
-@pytest.mark.parametrize(("world_size", "axes"), [(1, 1), (2, 1), (3, 1), (4, 1), (4, 2)])
-def test_same_values_as_unsharded_on_any_world_size(world_size, axes):
-    run_ranks(world_size, check_values, axes)
 
 
 def placements_of_cases(rank, world_size):
@@ -171,7 +168,8 @@ def placements_of_cases(rank, world_size):
         yield case, fully_shard(model, **options)
 
 
-def check_every_initialiser(rank, world_size):
+@on_ranks(*WORLD_SIZES)
+def test_every_initialiser_gives_the_values_of_one_process(rank, world_size):
     torch.manual_seed(3)
     expected = Everything()
     torch.manual_seed(4)
@@ -185,11 +183,6 @@ def check_every_initialiser(rank, world_size):
         for name, tensor in expected.state_dict().items():
             assert torch.equal(model.state_dict()[name].full_tensor(), tensor), (case, name)
         assert model.last.bias.seen and model.rows.mark == "kept"
-
-
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_every_initialiser_gives_the_values_of_one_process(world_size):
-    run_ranks(world_size, check_every_initialiser)
 
 
 class Keeps(nn.Module):
@@ -208,7 +201,8 @@ class Reshapes(Keeps):
         self.weight = nn.Parameter(torch.ones(2, 2))
 
 
-def check_refused_initialisers(rank, world_size):
+@on_ranks(2)
+def test_initialisers_that_cannot_be_right_are_refused(rank, world_size):
     for kind, message in (
         (Keeps, r"normal_ on a sharded tensor of shape \(6, 4\)"),
         (Reshapes, r"'weight' of FSDPReshapes \(2, 2\); expected \(6, 4\)"),
@@ -221,10 +215,6 @@ def check_refused_initialisers(rank, world_size):
             materialize(model)
         assert model._parameters == {"weight": model.weight} and model.weight.is_meta is False
         assert isinstance(model.weight, DTensor)
-
-
-def test_initialisers_that_cannot_be_right_are_refused():
-    run_ranks(2, check_refused_initialisers)
 
 
 class NoReset(nn.Module):
@@ -273,7 +263,8 @@ def materialize_on_meta(build, world_size, **options):
     return model
 
 
-def check_refusals(rank, world_size):
+@on_ranks(*WORLD_SIZES)
+def test_refuses_uninitialised_tensors_by_name(rank, world_size):
     with pytest.raises(RuntimeError) as caught:
         materialize_on_meta(NoReset, world_size)
     assert "(2 of them)" in str(caught.value)
@@ -293,12 +284,8 @@ def check_refusals(rank, world_size):
         materialize_on_meta(NoReset, world_size, init=lambda module: None)
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_refuses_uninitialised_tensors_by_name(world_size):
-    run_ranks(world_size, check_refusals)
-
-
-def check_init_callable(rank, world_size):
+@on_ranks(1, 3)
+def test_init_callable(rank, world_size):
     called = []
 
     def init(module):
@@ -315,12 +302,8 @@ def check_init_callable(rank, world_size):
     assert torch.equal(model[1].table, torch.arange(3.0))
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_init_callable(world_size):
-    run_ranks(world_size, check_init_callable)
-
-
-def check_leaves_real_tensors(rank, world_size):
+@on_ranks(2)
+def test_leaves_real_tensors_and_keeps_plain_ties(rank, world_size):
     real = nn.Linear(4, 4)
     expected = real.weight.detach().clone()
     with torch.device("meta"):
@@ -335,10 +318,6 @@ def check_leaves_real_tensors(rank, world_size):
     assert tied.weight is other.weight
     assert not tied.weight.is_meta
     assert isinstance(tied.weight, nn.Parameter)
-
-
-def test_leaves_real_tensors_and_keeps_plain_ties():
-    run_ranks(2, check_leaves_real_tensors)
 
 
 def test_plain_model_without_process_group():

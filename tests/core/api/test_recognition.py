@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 import shardkit.core as shardkit
-from tests.support import rank_mesh, run_ranks
+from tests.support import on_ranks, rank_mesh
 from tests.support.comms import CountingAllGather, RankOrderReduceScatter
 from tests.support.models import Block
 
@@ -53,7 +53,8 @@ def _sharded_mlp() -> nn.Module:
     return shardkit.fully_shard(model, mesh=rank_mesh((dist.get_world_size(),)))
 
 
-def isinstance_and_state(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_isinstance_and_state(rank: int, world_size: int) -> None:
     model = _sharded_mlp()
     for module in (model, model[0]):
         assert isinstance(module, stock.FSDPModule)
@@ -88,18 +89,6 @@ def isinstance_and_state(rank: int, world_size: int) -> None:
         assert module._fsdp_use_orig_params is True
 
 
-def test_isinstance_and_state() -> None:
-    run_ranks(2, isinstance_and_state)
-
-
-def reduction_by_hand(rank: int, world_size: int) -> None:
-    """Torch's pipelining: backwards without sync, then the reduction from outside of any backward."""
-    expected, seen = _gradients(stock), _gradients(shardkit)
-    assert expected.keys() == seen.keys()
-    for fqn in expected:
-        assert torch.equal(expected[fqn], seen[fqn]), fqn
-
-
 def _gradients(api: Any) -> dict[str, Tensor]:
     torch.manual_seed(0)
     model = nn.Sequential(Block(8, 12), nn.Linear(8, 4))
@@ -126,12 +115,17 @@ def _gradients(api: Any) -> dict[str, Tensor]:
     return {fqn: parameter.grad.to_local() for fqn, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_reduction_by_hand(world_size: int) -> None:
-    run_ranks(world_size, reduction_by_hand)
+@on_ranks(1, 2)
+def test_reduction_by_hand(rank: int, world_size: int) -> None:
+    """Torch's pipelining: backwards without sync, then the reduction from outside of any backward."""
+    expected, seen = _gradients(stock), _gradients(shardkit)
+    assert expected.keys() == seen.keys()
+    for fqn in expected:
+        assert torch.equal(expected[fqn], seen[fqn]), fqn
 
 
-def replicated(rank: int, world_size: int) -> None:
+@on_ranks(1)
+def test_replicate_is_refused(rank: int, world_size: int) -> None:
     """The composable `replicate` of torch asks the registry of composable calls, and refuses sharded modules."""
     model = _sharded_mlp()
     for managed in (model, model[0], model[2], next(model[0].children())):
@@ -144,10 +138,6 @@ def replicated(rank: int, world_size: int) -> None:
     tied.weight = child.weight
     with pytest.raises(ValueError, match=r"'1.weight' is also 'weight' of a DDPLinear"):
         shardkit.fully_shard(nn.Sequential(child, tied))
-
-
-def test_replicate_is_refused() -> None:
-    run_ranks(1, replicated)
 
 
 def _replicate_within_parent(api: Any, how: str) -> list[Tensor]:
@@ -176,22 +166,20 @@ def _local(tensor: Tensor) -> Tensor:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).clone()
 
 
-def replicated_child(rank: int, world_size: int, how: str) -> None:
+@pytest.mark.parametrize("how", ["DDP", "FSDP"])
+@on_ranks(2)
+def test_a_replicated_child_is_left_alone(rank: int, world_size: int, how: str) -> None:
+    """Its gradients are reduced by torch, and its parameters are not sharded with the parent's."""
     expected, seen = (_replicate_within_parent(api, how) for api in (stock, shardkit))
     for one, two in zip(expected, seen, strict=True):
         assert torch.equal(one, two)
 
 
-@pytest.mark.parametrize("how", ["DDP", "FSDP"])
-def test_a_replicated_child_is_left_alone(how: str) -> None:
-    """Its gradients are reduced by torch, and its parameters are not sharded with the parent's."""
-    run_ranks(2, replicated_child, how)
-
-
 # -- torch's tools -----------------------------------------------------------------------------------------------------
 
 
-def memory_tracker(rank: int, world_size: int) -> None:
+@on_ranks(1)
+def test_memory_tracker_is_refused(rank: int, world_size: int) -> None:
     """FSDPMemTracker patches stock's parameter groups, so it is refused; the model trains on."""
     model = _sharded_mlp()
     tracker = FSDPMemTracker(model)
@@ -200,17 +188,14 @@ def memory_tracker(rank: int, world_size: int) -> None:
     model(torch.randn(2, 7)).sum().backward()
 
 
-def test_memory_tracker_is_refused() -> None:
-    run_ranks(1, memory_tracker)
-
-
 def _counts(model: nn.Module) -> dict[str, int]:
     with CommDebugMode() as mode:
         model(torch.randn(2, 7)).sum().backward()
     return {str(operation).rpartition(".")[2]: count for operation, count in mode.get_comm_counts().items() if count}
 
 
-def counted_communication(rank: int, world_size: int) -> None:
+@on_ranks(2, 4)
+def test_counted_communication(rank: int, world_size: int) -> None:
     """CommDebugMode sees c10d's collectives: set-up, HSDP's all-reduces, the user's own; no other of ours on gloo."""
     model = _sharded_mlp()
     first = _counts(model)
@@ -226,11 +211,6 @@ def counted_communication(rank: int, world_size: int) -> None:
         model = shardkit.fully_shard(Block(7, 13), mesh=rank_mesh((2, 2), ("replicate", "shard")))
         _counts(model)
         assert _counts(model) == {"allreduce_": 1}
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_counted_communication(world_size: int) -> None:
-    run_ranks(world_size, counted_communication)
 
 
 # -- torch's pipelining ------------------------------------------------------------------------------------------------
@@ -254,19 +234,6 @@ class Stage(nn.Module):
 
 def _loss(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().mean()
-
-
-def pipeline(rank: int, world_size: int, schedule: str, stages_per_rank: int) -> None:
-    """Three steps with stock's sharding, with ours, and the mathematics on one process."""
-    expected = _pipelined(stock, schedule, stages_per_rank)
-    seen = _pipelined(shardkit, schedule, stages_per_rank)
-    assert expected.keys() == seen.keys()
-    for label in expected:
-        assert torch.equal(expected[label], seen[label]), label
-    reference = _not_pipelined(world_size, stages_per_rank)
-    assert {label for label in seen if "full" in label} <= reference.keys()
-    for label in reference.keys() & seen.keys():
-        torch.testing.assert_close(seen[label], reference[label], rtol=1e-4, atol=1e-6, msg=label)
 
 
 def _stages(count: int) -> list[Stage]:
@@ -354,8 +321,18 @@ def _not_pipelined(world_size: int, stages_per_rank: int) -> dict[str, Tensor]:
         ),
     ],
 )
-def test_pipelining(world_size: int, schedule: str, stages_per_rank: int) -> None:
-    run_ranks(world_size, pipeline, schedule, stages_per_rank)
+@on_ranks()
+def test_pipelining(rank: int, world_size: int, schedule: str, stages_per_rank: int) -> None:
+    """Three steps with stock's sharding, with ours, and the mathematics on one process."""
+    expected = _pipelined(stock, schedule, stages_per_rank)
+    seen = _pipelined(shardkit, schedule, stages_per_rank)
+    assert expected.keys() == seen.keys()
+    for label in expected:
+        assert torch.equal(expected[label], seen[label]), label
+    reference = _not_pipelined(world_size, stages_per_rank)
+    assert {label for label in seen if "full" in label} <= reference.keys()
+    for label in reference.keys() & seen.keys():
+        torch.testing.assert_close(seen[label], reference[label], rtol=1e-4, atol=1e-6, msg=label)
 
 
 # -- torchtitan --------------------------------------------------------------------------------------------------------
@@ -422,7 +399,12 @@ def _chunked_loss(model: Decoder, tokens: Tensor) -> Tensor:
     return total
 
 
-def chunked_loss(rank: int, world_size: int) -> None:
+@pytest.mark.skipif(
+    torch.__version__ < (2, 13),
+    reason="stock refuses gradients of several dtypes before torch 2.13: nothing to compare",
+)
+@on_ranks(1, 2)
+def test_chunked_loss_over_norm_and_head(rank: int, world_size: int) -> None:
     traces = []
     for api in (stock, shardkit):
         torch.manual_seed(0)
@@ -443,19 +425,11 @@ def chunked_loss(rank: int, world_size: int) -> None:
         assert torch.equal(expected[label], seen[label]), label
 
 
-@pytest.mark.skipif(
-    torch.__version__ < (2, 13),
-    reason="stock refuses gradients of several dtypes before torch 2.13: nothing to compare",
-)
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_chunked_loss_over_norm_and_head(world_size: int) -> None:
-    run_ranks(world_size, chunked_loss)
-
-
 # -- Lightning, accelerate, torchft ------------------------------------------------------------------------------------
 
 
-def all_reduce_hook_of_torchft(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_all_reduce_hook_of_torchft(rank: int, world_size: int) -> None:
     """Torchft averages over replica groups in a hook, between reduce-scatter and optimizer."""
     mesh = rank_mesh((2, 2), ("replica", "shard"))
     replicas = mesh["replica"].get_group()
@@ -478,7 +452,3 @@ def all_reduce_hook_of_torchft(rank: int, world_size: int) -> None:
         gradients.append([parameter.grad.to_local() for parameter in model.parameters()])
     for hooked_grad, native_grad in zip(*gradients, strict=True):
         torch.testing.assert_close(hooked_grad, native_grad)
-
-
-def test_all_reduce_hook_of_torchft() -> None:
-    run_ranks(4, all_reduce_hook_of_torchft)

@@ -11,7 +11,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import shardkit.core as ours
 from tests.core.api.overflow import Layers, finds_an_overflow, replicas
-from tests.support import rank_mesh, run_ranks
+from tests.support import on_ranks, rank_mesh, run_ranks
 
 
 def scalar_first(world_size: int) -> Any:
@@ -62,7 +62,8 @@ def test_an_overflow_on_one_rank_is_found_on_all(
     run_ranks(world_size, finds_an_overflow, build, torch.amp.GradScaler, options)
 
 
-def _scalar_state(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_the_class_of_a_scalar_gradient_does_not_spread(rank: int, world_size: int) -> None:
     model = scalar_first(world_size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     model(torch.ones(2, 4)).sum().backward()
@@ -70,7 +71,3 @@ def _scalar_state(rank: int, world_size: int) -> None:
     assert type(copied) is DTensor and torch.equal(copied.to_local(), model.scale.grad.to_local())
     optimizer.step()
     assert {type(value) for value in optimizer.state[model.scale].values()} <= {torch.Tensor, DTensor}
-
-
-def test_the_class_of_a_scalar_gradient_does_not_spread() -> None:
-    run_ranks(2, _scalar_state)

@@ -11,7 +11,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 import shardkit.core as shardkit
 from shardkit.core.stock_names import NAMES
-from tests.support import rank_mesh, run_ranks
+from tests.support import on_ranks, rank_mesh
 from tests.support.models import Block
 
 STATE = ("_is_root", "_auto_reshard_after_forward", "_training_state", "_mp_policy")
@@ -58,7 +58,9 @@ def _seen(model: nn.Module) -> dict[str, Any]:
     return values
 
 
-def read(rank: int, world_size: int, names: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(("world_size", "names"), [(2, ("shard",)), (4, ("replicate", "shard"))])
+@on_ranks()
+def test_values_are_those_of_stock(rank: int, world_size: int, names: tuple[str, ...]) -> None:
     models = [_sharded(api, names) for api in (stock, shardkit)]
     x = torch.randn(2, 7)
     for model in models:
@@ -68,11 +70,6 @@ def read(rank: int, world_size: int, names: tuple[str, ...]) -> None:
         for values in (expected, seen):
             values.update({key: None for key in values if "replicate" in key})
     assert seen == expected
-
-
-@pytest.mark.parametrize(("world_size", "names"), [(2, ("shard",)), (4, ("replicate", "shard"))])
-def test_values_are_those_of_stock(world_size: int, names: tuple[str, ...]):
-    run_ranks(world_size, read, names)
 
 
 class Note(torch.autograd.Function):
@@ -105,7 +102,8 @@ class Watching(nn.Linear):
         return state._training_state, state._fsdp_param_group._training_state
 
 
-def training_states(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_training_states(rank: int, world_size: int) -> None:
     noted = []
     for api in (stock, shardkit):
         model = nn.Sequential(Watching(5), Watching(5))
@@ -118,11 +116,8 @@ def training_states(rank: int, world_size: int) -> None:
     assert noted[0][1][0] == (TrainingState.FORWARD, TrainingState.FORWARD)
 
 
-def test_training_states():
-    run_ranks(2, training_states)
-
-
-def not_writable(rank: int, world_size: int) -> None:
+@on_ranks(1)
+def test_no_name_can_be_written(rank: int, world_size: int) -> None:
     model = _sharded(shardkit)
     state = model._get_fsdp_state()
     group = state._fsdp_param_group
@@ -138,11 +133,8 @@ def not_writable(rank: int, world_size: int) -> None:
             getattr(owners[row.owner], row.name)
 
 
-def test_no_name_can_be_written():
-    run_ranks(1, not_writable)
-
-
-def several_groups(rank: int, world_size: int) -> None:
+@on_ranks(1)
+def test_several_groups_and_none(rank: int, world_size: int) -> None:
     model = nn.Linear(3, 3)
     model.scale = nn.Parameter(torch.tensor(1.0))
     state = shardkit.fully_shard(model)._get_fsdp_state()
@@ -153,11 +145,8 @@ def several_groups(rank: int, world_size: int) -> None:
     assert empty._get_fsdp_state()._fsdp_param_group is None
 
 
-def test_several_groups_and_none():
-    run_ranks(1, several_groups)
-
-
-def looked_up(rank: int, world_size: int) -> None:
+@on_ranks(1, isolated=True)
+def test_state_by_module(rank: int, world_size: int) -> None:
     from torch.distributed.fsdp._fully_shard import _fsdp_state
 
     shardkit.install(announce=False)
@@ -165,7 +154,3 @@ def looked_up(rank: int, world_size: int) -> None:
     assert _fsdp_state._get_module_fsdp_state(model) is model._get_fsdp_state()
     assert _fsdp_state._get_module_fsdp_state(nn.Linear(3, 3)) is None
     shardkit.uninstall()
-
-
-def test_state_by_module():
-    run_ranks(1, looked_up, isolated=True)

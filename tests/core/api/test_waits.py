@@ -26,7 +26,7 @@ from shardkit.core.events import (
     Waiting,
     WaitStarted,
 )
-from tests.support import run_ranks
+from tests.support import on_ranks, run_ranks
 
 WIDTH = 7  # no world size but 1 divides it
 
@@ -86,7 +86,24 @@ def test_recomputation_is_a_phase_of_its_own() -> None:
     assert Counter(one[0] for one in phases) == {"+": 7, "-": 7, "e": 1}
 
 
-def _waits(rank: int, world_size: int, shared: bool) -> None:
+def _check_waits(heard: list[Event]) -> None:
+    """Waits do not nest, each has one end, and part of their time is idle."""
+    open_wait: WaitStarted | None = None
+    for event in heard:
+        if type(event) is WaitStarted:
+            assert open_wait is None
+            open_wait = event
+        elif isinstance(event, WaitFinished):
+            assert open_wait == WaitStarted(event.fqn, event.operation)
+            assert 0 <= event.blocked <= event.seconds
+            open_wait = None
+    assert open_wait is None
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("shared", [True, False])
+@on_ranks()
+def test_every_wait_is_told(rank: int, world_size: int, shared: bool) -> None:
     mesh = None
     if not shared:
         os.environ["SHARDKIT_SHARED_MEMORY"] = "0"
@@ -107,26 +124,6 @@ def _waits(rank: int, world_size: int, shared: bool) -> None:
     )
     finished = Counter((event.fqn, event.operation) for event in second if isinstance(event, WaitFinished))
     assert not launched - finished, "each communication has been waited for"
-
-
-def _check_waits(heard: list[Event]) -> None:
-    """Waits do not nest, each has one end, and part of their time is idle."""
-    open_wait: WaitStarted | None = None
-    for event in heard:
-        if type(event) is WaitStarted:
-            assert open_wait is None
-            open_wait = event
-        elif isinstance(event, WaitFinished):
-            assert open_wait == WaitStarted(event.fqn, event.operation)
-            assert 0 <= event.blocked <= event.seconds
-            open_wait = None
-    assert open_wait is None
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("shared", [True, False])
-def test_every_wait_is_told(world_size: int, shared: bool) -> None:
-    run_ranks(world_size, _waits, shared)
 
 
 def _balance(rank: int, world_size: int) -> dict[str, int]:

@@ -22,7 +22,7 @@ from shardkit.core import fully_shard
 from shardkit.core.checkpoint import full_state_dict, load_full_state_dict
 from shardkit.core.checkpoint.sources import open_source
 from shardkit.core.parameters.region import Region, region_at, region_of
-from tests.support import rank_mesh, run_ranks
+from tests.support import on_ranks, rank_mesh, run_ranks
 
 
 class Extra(nn.Module):
@@ -110,7 +110,8 @@ def directory():
 LAYOUTS = [(1, "flat"), (2, "flat"), (3, "flat"), (4, "flat"), (4, "hsdp"), (4, "both")]
 
 
-def check_regions(rank, world_size):
+@on_ranks(1, 2, 3, 4)
+def test_regions_are_those_of_dtensor(rank, world_size):
     """Our arithmetic against the local tensors that DTensor itself makes."""
     meshes = [rank_mesh((world_size,), ("shard",))]
     meshes += [rank_mesh((2, 2), ("outer", "inner"))] if world_size == 4 else []
@@ -138,11 +139,6 @@ def check_regions(rank, world_size):
                 assert (copy >= 0).sum() == held.numel
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_regions_are_those_of_dtensor(world_size):
-    run_ranks(world_size, check_regions)
-
-
 def test_region_merges_runs_that_touch():
     strided = [_StridedShard(0, split_factor=2), Shard(0)]
     assert region_at("x", (8,), strided, (2, 2), (0, 1)) == Region((((4, 6),),))
@@ -153,7 +149,14 @@ def test_region_merges_runs_that_touch():
         region_at("layer.weight", (8,), [Partial()], (2,), (0,))
 
 
-def check_load_dict(rank, world_size, kind, meta, assign):
+# Each layout on the meta device or not, and each of both with `assign` or not.
+@pytest.mark.parametrize(
+    ("world_size", "kind", "meta", "assign"),
+    [(*layout, bool(index % 2), bool(index // 2 % 2)) for index, layout in enumerate(LAYOUTS)]
+    + [(2, "flat", True, True)],
+)
+@on_ranks()
+def test_load_dict_on_rank_0(rank, world_size, kind, meta, assign):
     source = Model(seed=1, extra="loaded").state_dict()
     model = shard_by_hand(Model(seed=2), kind, meta)
     given = source if rank == 0 else (None, "anything", {"x": 1}, Path("/nowhere"))[rank]
@@ -165,16 +168,6 @@ def check_load_dict(rank, world_size, kind, meta, assign):
     assert model.linear.weight.requires_grad
     assert isinstance(model.linear.weight, nn.Parameter)
     assert torch.equal(model.extra.table, torch.arange(3.0))
-
-
-# Each layout on the meta device or not, and each of both with `assign` or not.
-@pytest.mark.parametrize(
-    ("world_size", "kind", "meta", "assign"),
-    [(*layout, bool(index % 2), bool(index // 2 % 2)) for index, layout in enumerate(LAYOUTS)]
-    + [(2, "flat", True, True)],
-)
-def test_load_dict_on_rank_0(world_size, kind, meta, assign):
-    run_ranks(world_size, check_load_dict, kind, meta, assign)
 
 
 def check_load_file(rank, world_size, kind, path, on_ranks):
@@ -367,7 +360,8 @@ def test_full_state_dict(world_size, kind, rank0_only):
     run_ranks(world_size, check_gather, kind, rank0_only, rank0_only)
 
 
-def check_round_trip(rank, world_size):
+@on_ranks(1, 3)
+def test_round_trip_with_casts(rank, world_size):
     """Through fully_shard, in one precision and out in another, over a second model."""
 
     def build(device, dtype=torch.float32):
@@ -403,11 +397,6 @@ def check_round_trip(rank, world_size):
         assert all(parameter.grad is not None for parameter in third.parameters())
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_round_trip_with_casts(world_size):
-    run_ranks(world_size, check_round_trip)
-
-
 class StoreError(OSError):
     def __init__(self, bucket, reason):
         super().__init__(reason)
@@ -420,7 +409,8 @@ class Remote(dict):
         raise StoreError("bucket", "gone")
 
 
-def check_errors(rank, world_size):
+@on_ranks(1, 3)
+def test_errors_reach_every_rank(rank, world_size):
     model = shard_by_hand(Model(seed=2), "flat")
     untouched = Model(seed=2).state_dict()
     good = Model(seed=1).state_dict()
@@ -459,12 +449,8 @@ def check_errors(rank, world_size):
     assert_same(model, good | {name: untouched[name] for name in result.missing_keys})
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_errors_reach_every_rank(world_size):
-    run_ranks(world_size, check_errors)
-
-
-def check_ranks_disagree(rank, world_size):
+@on_ranks(2)
+def test_ranks_that_cannot_go_on_together(rank, world_size):
     model = nn.Linear(3, 3 + rank)
     for function in (lambda: load_full_state_dict(model, {}), lambda: full_state_dict(model)):
         with pytest.raises(RuntimeError, match=r"weight: rank 0 has \(3, 3\).*, rank 1 \(4, 3\)"):
@@ -480,11 +466,8 @@ def check_ranks_disagree(rank, world_size):
         full_state_dict(unmade)
 
 
-def test_ranks_that_cannot_go_on_together():
-    run_ranks(2, check_ranks_disagree)
-
-
-def check_group(rank, world_size):
+@on_ranks(4)
+def test_group_of_some_ranks(rank, world_size):
     """Two models on two halves of the world; the mesh of a parameter differs between the halves."""
     mesh = rank_mesh((2, 2), ("outer", "inner"))["inner"]
     full = torch.arange(5.0) + 10 * (rank // 2)
@@ -503,11 +486,8 @@ def check_group(rank, world_size):
         full_state_dict(model, group=outer)
 
 
-def test_group_of_some_ranks():
-    run_ranks(4, check_group)
-
-
-def check_disjoint_meshes(rank, world_size):
+@on_ranks(4)
+def test_stages_with_equal_names_are_refused(rank, world_size):
     """Two stages of a pipeline, of two ranks each, with equal names and shapes: sharded, or plain."""
     stage = rank // 2
     mesh = rank_mesh((2, 2), ("pp", "dp"))["dp"]
@@ -529,10 +509,6 @@ def check_disjoint_meshes(rank, world_size):
     for model in (sharded, plain):
         state = full_state_dict(model, group=mesh.get_group())
         assert state == {} if rank % 2 else torch.equal(state["weight"], torch.full((3, 3), float(stage)))
-
-
-def test_stages_with_equal_names_are_refused():
-    run_ranks(4, check_disjoint_meshes)
 
 
 def test_without_process_group(directory):

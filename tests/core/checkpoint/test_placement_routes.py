@@ -23,7 +23,7 @@ from shardkit.core import load_full_state_dict
 from shardkit.core.checkpoint import CheckpointManager, TrainingState
 from shardkit.core.checkpoint.command import main
 from tests.core.checkpoint.placed import Net, adamw, build, contents, same, train, whole
-from tests.support import rank_mesh, run_ranks
+from tests.support import on_ranks, rank_mesh, run_ranks
 
 LAYOUTS = ["owned", "rows", "elements"]
 
@@ -128,17 +128,14 @@ def test_whole_optimizer_state_goes_into_any_placements(world_size: int, layout:
     run_ranks(world_size, _whole_optimizer_state, layout, broadcast, adamw)
 
 
-def _owners_alone_have_state(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_torch_does_not_gather_what_owners_alone_have(rank: int, world_size: int) -> None:
     model = build("owned", world_size, 1)
     optimizer = torch.optim.Adafactor(model.parameters())
     train(model, optimizer, 1)
     with pytest.raises(RuntimeError, match=r"some ranks have no state of Adafactor.*CheckpointManager"):
         get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
     assert get_optimizer_state_dict(model, optimizer)["state"]
-
-
-def test_torch_does_not_gather_what_owners_alone_have() -> None:
-    run_ranks(2, _owners_alone_have_state)
 
 
 def _fsdp1(rank: int, world_size: int, path: Path) -> dict[str, torch.Tensor]:

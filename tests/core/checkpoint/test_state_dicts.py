@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import shardkit.core as shardkit
-from tests.support import rank_mesh, run_ranks
+from tests.support import on_ranks, rank_mesh, run_ranks
 from tests.support.models import MODELS
 from tests.support.trace import Trace, assert_same
 
@@ -86,7 +86,17 @@ CASES = [
 ]
 
 
-def same_as_stock(rank: int, world_size: int, kind: str, model: str) -> None:
+def _look(trace: Trace, label: str, module: nn.Module) -> None:
+    state = module.state_dict()
+    trace.add(f"{label}: keys", list(state))
+    for fqn, tensor in state.items():
+        trace.add(f"{label}: {fqn}", tensor)
+    assert all(isinstance(parameter, DTensor) for parameter in module.parameters(recurse=False))
+
+
+@pytest.mark.parametrize(("world_size", "kind", "model"), CASES)
+@on_ranks()
+def test_state_dict_is_that_of_stock(rank: int, world_size: int, kind: str, model: str) -> None:
     """Keys, their order, placements, local shapes, values: fresh, within a step, after it, after evaluation."""
     traces = []
     for api in (stock, shardkit):
@@ -107,20 +117,8 @@ def same_as_stock(rank: int, world_size: int, kind: str, model: str) -> None:
     assert_same(*traces)
 
 
-def _look(trace: Trace, label: str, module: nn.Module) -> None:
-    state = module.state_dict()
-    trace.add(f"{label}: keys", list(state))
-    for fqn, tensor in state.items():
-        trace.add(f"{label}: {fqn}", tensor)
-    assert all(isinstance(parameter, DTensor) for parameter in module.parameters(recurse=False))
-
-
-@pytest.mark.parametrize(("world_size", "kind", "model"), CASES)
-def test_state_dict_is_that_of_stock(model: str, kind: str, world_size: int) -> None:
-    run_ranks(world_size, same_as_stock, kind, model)
-
-
-def midstep(rank: int, world_size: int) -> None:
+@on_ranks(1, 2)
+def test_a_state_dict_in_midstep_changes_nothing(rank: int, world_size: int) -> None:
     """A state dict taken between forward and backward leaves the step as it would have been."""
     gradients = []
     for take in (False, True):
@@ -134,12 +132,8 @@ def midstep(rank: int, world_size: int) -> None:
         assert torch.equal(gradient, gradients[1][fqn]), fqn
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_state_dict_in_midstep_changes_nothing(world_size: int) -> None:
-    run_ranks(world_size, midstep)
-
-
-def within_forward(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_state_dict_within_forward_changes_nothing(rank: int, world_size: int) -> None:
     """A state dict that a hook takes while modules run (as averaging may) frees nothing that they still read."""
     losses = []
     for take in (False, True):
@@ -152,10 +146,6 @@ def within_forward(rank: int, world_size: int) -> None:
         losses.append((loss.item(), [parameter.grad.to_local() for parameter in module.parameters()]))
     assert losses[0][0] == losses[1][0]
     assert all(torch.equal(one, other) for one, other in zip(losses[0][1], losses[1][1], strict=True))
-
-
-def test_a_state_dict_within_forward_changes_nothing() -> None:
-    run_ranks(2, within_forward)
 
 
 def _copied(state: dict[str, Any]) -> dict[str, Any]:
@@ -233,7 +223,8 @@ def test_helpers_with_options(world_size: int, kind: str, model: str, options: s
     run_ranks(world_size, helpers, kind, model, OPTIONS[options], timeout=120.0)
 
 
-def full_on_rank_0(rank: int, world_size: int) -> None:
+@on_ranks(2, 4)
+def test_full_state_dict_on_rank_0(rank: int, world_size: int) -> None:
     """`full_state_dict` with `cpu_offload`: rank 0 alone has it, and broadcasts it into a model of the other engine."""
     mesh = _mesh(world_size, "fsdp")
     getting = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -256,11 +247,6 @@ def full_on_rank_0(rank: int, world_size: int) -> None:
         assert_same(_trace(optimizer.state_dict()), _trace(other.state_dict()))
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_full_state_dict_on_rank_0(world_size: int) -> None:
-    run_ranks(world_size, full_on_rank_0)
-
-
 class Scaled(torch.nn.Module):
     """A linear layer and a 0-dim parameter."""
 
@@ -272,7 +258,9 @@ class Scaled(torch.nn.Module):
         return self.linear(x) * self.scale
 
 
-def full_of_no_dims(rank: int, world_size: int, broadcast: bool) -> None:
+@pytest.mark.parametrize("broadcast", [False, True])
+@on_ranks(2)
+def test_full_state_dict_of_0_dim_parameters(rank: int, world_size: int, broadcast: bool) -> None:
     """Stock's FSDP2 has no 0-dim parameters, and torch's helpers hand them over as they are: whole and plain."""
     kept = []
     for seed in (1, 2):
@@ -293,12 +281,10 @@ def full_of_no_dims(rank: int, world_size: int, broadcast: bool) -> None:
     assert_same(_trace(kept[0][1]), _trace(kept[1][1]))
 
 
-@pytest.mark.parametrize("broadcast", [False, True])
-def test_full_state_dict_of_0_dim_parameters(broadcast: bool) -> None:
-    run_ranks(2, full_of_no_dims, broadcast)
-
-
-def of_a_submodule(rank: int, world_size: int, keep_prefixes: bool) -> None:
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("keep_prefixes", [True, False])
+@on_ranks(2)
+def test_submodules(rank: int, world_size: int, keep_prefixes: bool) -> None:
     traces = []
     for api in (stock, shardkit):
         module = _build(api, "mlp", _mesh(world_size, "fsdp"))
@@ -309,13 +295,10 @@ def of_a_submodule(rank: int, world_size: int, keep_prefixes: bool) -> None:
     assert_same(*traces)
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("keep_prefixes", [True, False])
-def test_submodules(keep_prefixes: bool) -> None:
-    run_ranks(2, of_a_submodule, keep_prefixes)
-
-
-def after_meta_initialisation(rank: int, world_size: int, kind: str, model: str) -> None:
+@pytest.mark.parametrize(("world_size", "kind"), [(1, "fsdp"), (3, "fsdp"), (4, "hsdp")])
+@pytest.mark.parametrize("model", ["mlp", "transformer"])
+@on_ranks()
+def test_broadcast_after_meta_initialisation(rank: int, world_size: int, kind: str, model: str) -> None:
     """Built on meta, sharded, given memory; rank 0 alone has the weights and broadcasts them."""
     torch.manual_seed(1)
     spec, mesh = MODELS[model], _mesh(world_size, kind)
@@ -332,12 +315,6 @@ def after_meta_initialisation(rank: int, world_size: int, kind: str, model: str)
     built_whole = _build(shardkit, model, mesh, seed=1)
     losses = [_train(one, model, _optimizer(one), range(3)) for one in (module, built_whole)]
     assert losses[0] == losses[1]
-
-
-@pytest.mark.parametrize(("world_size", "kind"), [(1, "fsdp"), (3, "fsdp"), (4, "hsdp")])
-@pytest.mark.parametrize("model", ["mlp", "transformer"])
-def test_broadcast_after_meta_initialisation(model: str, world_size: int, kind: str) -> None:
-    run_ranks(world_size, after_meta_initialisation, kind, model)
 
 
 # -- dcp.save and dcp.load ---------------------------------------------------------------------------------------------
@@ -419,7 +396,9 @@ def test_asynchronous_save() -> None:
         run_ranks(2, asynchronous, str(path))
 
 
-def while_training(rank: int, world_size: int, take: Callable[[nn.Module], Any]) -> None:
+@pytest.mark.parametrize("take", [nn.Module.state_dict, get_model_state_dict])
+@on_ranks(2)
+def test_loading_in_place(rank: int, world_size: int, take: Callable[[nn.Module], Any]) -> None:
     """DCP reads the very parameters, so loading in place changes the next forward without set_state_dict."""
     module = _build(shardkit, "mlp", _mesh(world_size, "fsdp"))
     first = _loss(module, "mlp", 0).item()
@@ -430,8 +409,3 @@ def while_training(rank: int, world_size: int, take: Callable[[nn.Module], Any])
         for fqn, tensor in take(module).items():
             tensor.copy_(saved[fqn])
     assert _loss(module, "mlp", 0).item() == first
-
-
-@pytest.mark.parametrize("take", [nn.Module.state_dict, get_model_state_dict])
-def test_loading_in_place(take: Callable[[nn.Module], Any]) -> None:
-    run_ranks(2, while_training, take)

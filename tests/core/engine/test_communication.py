@@ -19,7 +19,7 @@ import shardkit.core as shardkit
 from shardkit.core import events
 from shardkit.core.runtime.choice import transport_for
 from shardkit.core.runtime.collective import C10dTransport
-from tests.support import rank_mesh, run_ranks
+from tests.support import on_ranks, rank_mesh, run_ranks
 from tests.support.comms import CountingAllGather, RankOrderReduceScatter
 from tests.support.models import Block
 from tests.support.twins import Twins
@@ -71,7 +71,8 @@ def _assert_equal(expected: dict[str, Tensor], seen: dict[str, Tensor]) -> None:
 # -- custom collectives ------------------------------------------------------------------------------------------------
 
 
-def custom_collectives(rank: int, world_size: int) -> None:
+@on_ranks(2, 3)
+def test_custom_collectives(rank: int, world_size: int) -> None:
     """One without the other, both, on some modules only. Collectives that are not replaced stay the default ones."""
     mesh = rank_mesh((world_size,))
     plain = _model(shardkit, mesh=mesh)
@@ -91,12 +92,22 @@ def custom_collectives(rank: int, world_size: int) -> None:
         assert reduce_scatter.calls == (1 if reduces else 0)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_custom_collectives(world_size: int) -> None:
-    run_ranks(world_size, custom_collectives)
+@on_ranks(4)
+def test_a_change_takes_effect_at_a_gather_of_parts_that_a_smaller_group_keeps(rank: int, world_size: int) -> None:
+    model: Any = _model(shardkit, mesh=rank_mesh((world_size,)), reshard_after_forward=2)
+    expected = _gradients(model, rank)
+    model.zero_grad()
+    loss = model(_batch(rank)).square().mean()
+    reduction = RankOrderReduceScatter()
+    model[0].set_custom_reduce_scatter(reduction)
+    loss.backward()
+    for fqn, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad.to_local(), expected[fqn], msg=fqn)
+    assert reduction.calls == 1
 
 
-def changed_between_forward_and_backward(rank: int, world_size: int) -> None:
+@on_ranks(2, 3)
+def test_a_change_between_forward_and_backward_takes_effect_at_the_next_gather(rank: int, world_size: int) -> None:
     """A group that is gathered once more before its backward changes at once, the root's with the next forward."""
     model: Any = _model(shardkit, mesh=rank_mesh((world_size,)))
     expected = _gradients(model, rank)
@@ -115,28 +126,6 @@ def changed_between_forward_and_backward(rank: int, world_size: int) -> None:
     _assert_full(model, _mean_gradients(range(world_size)))
 
 
-def changed_while_parts_are_kept(rank: int, world_size: int) -> None:
-    model: Any = _model(shardkit, mesh=rank_mesh((world_size,)), reshard_after_forward=2)
-    expected = _gradients(model, rank)
-    model.zero_grad()
-    loss = model(_batch(rank)).square().mean()
-    reduction = RankOrderReduceScatter()
-    model[0].set_custom_reduce_scatter(reduction)
-    loss.backward()
-    for fqn, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.grad.to_local(), expected[fqn], msg=fqn)
-    assert reduction.calls == 1
-
-
-def test_a_change_takes_effect_at_a_gather_of_parts_that_a_smaller_group_keeps() -> None:
-    run_ranks(4, changed_while_parts_are_kept)
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_change_between_forward_and_backward_takes_effect_at_the_next_gather(world_size: int) -> None:
-    run_ranks(world_size, changed_between_forward_and_backward)
-
-
 class Wrong(CountingAllGather, RankOrderReduceScatter):
     """Allocates a buffer of another size, dtype or stride than requested."""
 
@@ -150,7 +139,11 @@ class Wrong(CountingAllGather, RankOrderReduceScatter):
         return buffer[::2] if self.change == "strides" else buffer[:numel]
 
 
-def wrong_buffers(rank: int, world_size: int, change: str, match: str) -> None:
+@pytest.mark.parametrize(
+    ("change", "match"), [("size", r"elements, expected \d+;"), ("dtype", "float32"), ("strides", "contiguous")]
+)
+@on_ranks(2, isolated=True)
+def test_wrong_buffers(rank: int, world_size: int, change: str, match: str) -> None:
     model = _model(shardkit, mesh=rank_mesh((world_size,)))
     model[0].set_custom_all_gather(Wrong(change))
     with pytest.raises((ValueError, RuntimeError), match=rf"(?s)0: Wrong\.allocate returned.*{match}"):
@@ -162,14 +155,8 @@ def wrong_buffers(rank: int, world_size: int, change: str, match: str) -> None:
         _gradients(model, rank)
 
 
-@pytest.mark.parametrize(
-    ("change", "match"), [("size", r"elements, expected \d+;"), ("dtype", "float32"), ("strides", "contiguous")]
-)
-def test_wrong_buffers(change: str, match: str) -> None:
-    run_ranks(2, wrong_buffers, change, match, isolated=True)
-
-
-def allocation_by_the_process_group(rank: int, world_size: int) -> None:
+@on_ranks(2, isolated=True)
+def test_allocation_by_the_process_group(rank: int, world_size: int) -> None:
     """Gloo has no allocator: the setter raises at once, and the earlier setting stays."""
     model = _model(shardkit, mesh=rank_mesh((world_size,)))
     with pytest.raises(ValueError, match=r"group '.*gloo.*cannot allocate.*NCCL"):
@@ -181,25 +168,20 @@ def allocation_by_the_process_group(rank: int, world_size: int) -> None:
     _assert_full(model, _mean_gradients(range(world_size)))
 
 
-def test_allocation_by_the_process_group() -> None:
-    run_ranks(2, allocation_by_the_process_group, isolated=True)
-
-
-def allocation_beside_custom(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_allocation_beside_custom_collectives(rank: int, world_size: int) -> None:
     model = _model(shardkit, mesh=rank_mesh((world_size,)))
     model[0].set_custom_all_gather(CountingAllGather())
     with pytest.raises(ValueError, match=r"CountingAllGather.*own buffers"):
         model[0].set_allocate_memory_from_process_group_for_comm(True)
 
 
-def test_allocation_beside_custom_collectives() -> None:
-    run_ranks(2, allocation_beside_custom)
-
-
 # -- hooks, groups, contexts -------------------------------------------------------------------------------------------
 
 
-def all_reduce_hook(rank: int, world_size: int, hsdp: bool) -> None:
+@pytest.mark.parametrize(("world_size", "hsdp"), [(1, False), (2, False), (2, True), (4, True)])
+@on_ranks()
+def test_all_reduce_hook(rank: int, world_size: int, hsdp: bool) -> None:
     """Runs once for each group, after HSDP's own all-reduce, and the optimizer gets the values that it writes."""
     mesh = rank_mesh((2, world_size // 2), ("replicate", "shard")) if hsdp else rank_mesh((world_size,))
     expected = _mean_gradients(range(world_size))
@@ -226,12 +208,8 @@ def all_reduce_hook(rank: int, world_size: int, hsdp: bool) -> None:
             model.set_all_reduce_hook(halve, stream=object())
 
 
-@pytest.mark.parametrize(("world_size", "hsdp"), [(1, False), (2, False), (2, True), (4, True)])
-def test_all_reduce_hook(world_size: int, hsdp: bool) -> None:
-    run_ranks(world_size, all_reduce_hook, hsdp)
-
-
-def separate_group(rank: int, world_size: int) -> None:
+@on_ranks(2, 3)
+def test_separate_reduce_scatter_group(rank: int, world_size: int) -> None:
     """Reductions go over a group of their own, one for the whole model; switched off, over the shard group again."""
     mesh = rank_mesh((world_size,))
     model = _model(shardkit, mesh=mesh)
@@ -254,12 +232,8 @@ def separate_group(rank: int, world_size: int) -> None:
         assert (reduced == gathered) != enabled
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_separate_reduce_scatter_group(world_size: int) -> None:
-    run_ranks(world_size, separate_group)
-
-
-def shared_context(rank: int, world_size: int) -> None:
+@on_ranks(1, 2)
+def test_share_comm_ctx(rank: int, world_size: int) -> None:
     """Two models that take turns, as the stages of a pipeline do: the same with one context and with two."""
     traces = []
     for shared in (False, True):
@@ -279,12 +253,8 @@ def shared_context(rank: int, world_size: int) -> None:
     _assert_equal(*traces)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_share_comm_ctx(world_size: int) -> None:
-    run_ranks(world_size, shared_context)
-
-
-def contexts_of(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_shared_contexts(rank: int, world_size: int) -> None:
     """Shared means one context for every state below both roots, also once lazy initialisation has run."""
     models = [_model(shardkit, seed, mesh=rank_mesh((world_size,))) for seed in (0, 1, 2)]
     shardkit.share_comm_ctx(models[:2])
@@ -297,17 +267,17 @@ def contexts_of(rank: int, world_size: int) -> None:
     assert [len(one) for one in contexts] == [1, 1, 1]
 
 
-def test_shared_contexts() -> None:
-    run_ranks(2, contexts_of)
-
-
 # -- divisors ----------------------------------------------------------------------------------------------------------
 
 
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 
 
-def divisors(rank: int, world_size: int, dtype: torch.dtype, hsdp: bool) -> None:
+@pytest.mark.daily(world_size=[3, 4])
+@pytest.mark.parametrize(("world_size", "hsdp"), [(1, False), (2, False), (3, False), (4, True)])
+@pytest.mark.parametrize("dtype", _TOLERANCE)
+@on_ranks()
+def test_gradient_divide_factor(rank: int, world_size: int, dtype: torch.dtype, hsdp: bool) -> None:
     mesh = rank_mesh((2, world_size // 2), ("replicate", "shard")) if hsdp else rank_mesh((world_size,))
     model = _model(shardkit, mesh=mesh, mp_policy=shardkit.MixedPrecisionPolicy(reduce_dtype=dtype))
     for force_sum, factor in itertools.product([False, True], [None, 1.0, 3.0, 0.5, 8.0]):
@@ -325,14 +295,8 @@ def divisors(rank: int, world_size: int, dtype: torch.dtype, hsdp: bool) -> None
             model = _model(shardkit, mesh=mesh, mp_policy=shardkit.MixedPrecisionPolicy(reduce_dtype=dtype))
 
 
-@pytest.mark.daily(world_size=[3, 4])
-@pytest.mark.parametrize(("world_size", "hsdp"), [(1, False), (2, False), (3, False), (4, True)])
-@pytest.mark.parametrize("dtype", _TOLERANCE)
-def test_gradient_divide_factor(dtype: torch.dtype, world_size: int, hsdp: bool) -> None:
-    run_ranks(world_size, divisors, dtype, hsdp)
-
-
-def one_module_of_several(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_divide_factor_of_one_module(rank: int, world_size: int) -> None:
     """The factor is one module's own; the older name warns and does the same; nonsense is refused."""
     model = _model(shardkit, mesh=rank_mesh((world_size,)))
     with pytest.warns(DeprecationWarning, match="set_gradient_divide_factor"):
@@ -346,10 +310,6 @@ def one_module_of_several(rank: int, world_size: int) -> None:
     for factor in (0, -1.0):
         with pytest.raises(ValueError, match="must be a positive number"):
             model.set_gradient_divide_factor(factor)
-
-
-def test_divide_factor_of_one_module() -> None:
-    run_ranks(2, one_module_of_several)
 
 
 # Setter, a value that is not the default, the group's attribute.
@@ -370,7 +330,8 @@ NOT_RECURSIVE = [
 ]
 
 
-def recursion(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_recursion_of_setters(rank: int, world_size: int) -> None:
     """With `recurse` a setter reaches all sharded modules below, without it, as those that lack it, itself alone."""
     cases = [(case, *how) for case in RECURSIVE for how in (({}, True), ({"recurse": True}, True))]
     cases += [(case, {"recurse": False}, False) for case in RECURSIVE]
@@ -384,10 +345,6 @@ def recursion(rank: int, world_size: int) -> None:
         assert changed == [True, below, below], f"{setter} with {arguments}"
 
 
-def test_recursion_of_setters() -> None:
-    run_ranks(2, recursion)
-
-
 def _without_parameters(api: Any, kind: str, mesh: Any) -> tuple[nn.Module, Any]:
     """A model, and a sharded module in it whose call made no group."""
     torch.manual_seed(0)
@@ -398,7 +355,10 @@ def _without_parameters(api: Any, kind: str, mesh: Any) -> tuple[nn.Module, Any]
     return model, model[1] if kind == "leaf" else model
 
 
-def no_group(rank: int, world_size: int, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["leaf", "container", "ignored"])
+@on_ranks(2)
+def test_setters_of_modules_without_a_group(rank: int, world_size: int, kind: str) -> None:
+    """As on stock, they only affect the groups of modules below, if they reach those."""
     mesh = rank_mesh((world_size,))
     calls = [(setter, value) for setter, value, _ in RECURSIVE + NOT_RECURSIVE]
     calls += [("set_custom_reduce_scatter", RankOrderReduceScatter()), ("set_custom_all_gather", CountingAllGather())]
@@ -416,13 +376,8 @@ def no_group(rank: int, world_size: int, kind: str) -> None:
             assert seen is expected if expected is None else torch.equal(expected, seen), name
 
 
-@pytest.mark.parametrize("kind", ["leaf", "container", "ignored"])
-def test_setters_of_modules_without_a_group(kind: str) -> None:
-    """As on stock, they only affect the groups of modules below, if they reach those."""
-    run_ranks(2, no_group, kind)
-
-
-def forced_sums(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_force_sum_divides_last(rank: int, world_size: int) -> None:
     """The division comes last: the hook sees the sum. Only the module that is told divides later; all get the mean."""
     seen: list[list[Tensor]] = []
     for force_sum in (False, True):
@@ -437,10 +392,6 @@ def forced_sums(rank: int, world_size: int) -> None:
     factors = [1, world_size, 1]  # model[1], model[0], the root
     for once, again, factor in zip(*seen, factors, strict=True):
         assert torch.equal(again, factor * once)
-
-
-def test_force_sum_divides_last() -> None:
-    run_ranks(2, forced_sums)
 
 
 class Sides(nn.Module):
@@ -459,7 +410,8 @@ def _sides_loss(step: int, sides: Sequence[str]) -> Callable[[nn.Module, int], T
     return lambda model, rank: model(_batch(rank, step)[:, :3], sides[rank]).square().mean()
 
 
-def unused_on_some_ranks(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_unused_parameters_are_reduced_as_zeros(rank: int, world_size: int) -> None:
     """Unused parameters count as zero on a rank. Those that no rank can have a gradient of get none."""
     mesh = rank_mesh((world_size,))
     twins = Twins.of(rank, world_size, Sides, lambda model: shardkit.fully_shard(model, mesh=mesh))
@@ -468,11 +420,11 @@ def unused_on_some_ranks(rank: int, world_size: int) -> None:
         twins.step(_sides_loss(step, ["left" if (one + step) % 2 else "right" for one in range(world_size)]))
 
 
-def test_unused_parameters_are_reduced_as_zeros() -> None:
-    run_ranks(2, unused_on_some_ranks)
-
-
-def partial_gradient_alone(rank: int, world_size: int, waits: bool) -> None:
+@pytest.mark.parametrize("waits", [True, False])
+@on_ranks(2, 4)
+def test_partial_gradients_of_parameters_that_the_last_backward_leaves_out(
+    rank: int, world_size: int, waits: bool
+) -> None:
     """A gradient that waits for its all-reduce gets it in the next backward with all-reduce, also if unused there.
 
     This holds whether or not the end of the first backward waits for its transfers.
@@ -486,13 +438,8 @@ def partial_gradient_alone(rank: int, world_size: int, waits: bool) -> None:
     twins.check_gradients()
 
 
-@pytest.mark.parametrize("waits", [True, False])
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_partial_gradients_of_parameters_that_the_last_backward_leaves_out(world_size: int, waits: bool) -> None:
-    run_ranks(world_size, partial_gradient_alone, waits)
-
-
-def accumulated_unlike(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_accumulation_that_differs_between_ranks(rank: int, world_size: int) -> None:
     """Ranks that have accumulated different halves in reduce_dtype still reduce the same things together."""
     policy = shardkit.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     options = {"mesh": rank_mesh((world_size,)), "mp_policy": policy}
@@ -503,10 +450,6 @@ def accumulated_unlike(rank: int, world_size: int) -> None:
     for (fqn, parameter), expected in zip(twins.sharded.named_parameters(), twins.whole.parameters(), strict=True):
         if parameter.requires_grad:
             torch.testing.assert_close(parameter.grad.full_tensor(), expected.grad, rtol=5e-2, atol=5e-3, msg=fqn)
-
-
-def test_accumulation_that_differs_between_ranks() -> None:
-    run_ranks(2, accumulated_unlike)
 
 
 class NotesEvents:
@@ -526,7 +469,8 @@ class NotesEvents:
         self.log.append(event)
 
 
-def event_after_the_optimizer(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_post_optim_event(rank: int, world_size: int) -> None:
     """The gather lane waits for the event once, before the next forward's first gather."""
     model = _model(shardkit, mesh=rank_mesh((world_size,)))
     _gradients(model, rank)
@@ -540,10 +484,6 @@ def event_after_the_optimizer(rank: int, world_size: int) -> None:
         model.reshard()
     root = type(model).__name__
     assert lane.log == [event, root, "0", "1", root, "0", "1"]
-
-
-def test_post_optim_event() -> None:
-    run_ranks(2, event_after_the_optimizer)
 
 
 # -- process groups that are neither gloo nor NCCL ---------------------------------------------------------------------
@@ -643,7 +583,8 @@ def test_threaded_group(ranks: int, hsdp: bool) -> None:
             torch.testing.assert_close(shard, expected_shards[fqn], rtol=1e-4, atol=1e-6)
 
 
-def fake_layout(rank: int, world_size: int) -> None:
+@on_ranks(1, isolated=True)
+def test_shards_are_contiguous_where_they_are_not_moved_to_shared_memory(rank: int, world_size: int) -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.destroy_process_group()
@@ -656,14 +597,14 @@ def fake_layout(rank: int, world_size: int) -> None:
     assert torch.equal(local, half)
 
 
-def test_shards_are_contiguous_where_they_are_not_moved_to_shared_memory() -> None:
-    run_ranks(1, fake_layout, isolated=True)
-
-
 # -- named mesh axes ---------------------------------------------------------------------------------------------------
 
 
-def replicate_only(rank: int, world_size: int, names: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "names"), [(1, ("dp",)), (2, ("dp",)), (3, ("dp",)), (4, ("dp",)), (4, ("pods", "nodes"))]
+)
+@on_ranks()
+def test_replicate_only(rank: int, world_size: int, names: tuple[str, ...]) -> None:
     """DDP: parameters are whole on every rank, gradients averaged, and the step is the same everywhere."""
     shape = (world_size,) if len(names) == 1 else (2, world_size // 2)
     mesh = rank_mesh(shape, names)
@@ -690,13 +631,6 @@ def replicate_only(rank: int, world_size: int, names: tuple[str, ...]) -> None:
     assert all(parameter.grad.placements == (Replicate(),) for parameter in model.parameters())
 
 
-@pytest.mark.parametrize(
-    ("world_size", "names"), [(1, ("dp",)), (2, ("dp",)), (3, ("dp",)), (4, ("dp",)), (4, ("pods", "nodes"))]
-)
-def test_replicate_only(world_size: int, names: tuple[str, ...]) -> None:
-    run_ranks(world_size, replicate_only, names)
-
-
 # Mesh of 4 ranks, data-parallel axes, the ranks that share gradients with rank r, placements.
 SLICES = [
     ((1, 2, 2), {"shard": "c"}, ([0, 1], [0, 1], [2, 3], [2, 3]), (Shard(0),)),
@@ -710,7 +644,9 @@ SLICES = [
 ]
 
 
-def mesh_slices(rank: int, world_size: int, case: int) -> None:
+@pytest.mark.parametrize("case", range(len(SLICES)))
+@on_ranks(4)
+def test_slices_of_a_mesh_with_three_axes(rank: int, world_size: int, case: int) -> None:
     shape, dims, sharing, placements = SLICES[case]
     mesh = rank_mesh(shape, ("a", "b", "c"))
     model = _model(shardkit, mesh=mesh, dp_mesh_dims=shardkit.DataParallelMeshDims(**dims))
@@ -721,12 +657,8 @@ def mesh_slices(rank: int, world_size: int, case: int) -> None:
         _assert_full(model, _mean_gradients(sharing[rank], step=step))
 
 
-@pytest.mark.parametrize("case", range(len(SLICES)))
-def test_slices_of_a_mesh_with_three_axes(case: int) -> None:
-    run_ranks(4, mesh_slices, case)
-
-
-def stock_names(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_dims_of_stock(rank: int, world_size: int) -> None:
     """Stock's own policy objects mean the same; so does an unnamed slice."""
     if not hasattr(stock, "DataParallelMeshDims"):
         pytest.skip("this torch has no DataParallelMeshDims")
@@ -738,7 +670,3 @@ def stock_names(rank: int, world_size: int) -> None:
     expected = _gradients(stock_model, rank)
     for model in (ours, theirs, sliced):
         _assert_equal(expected, _gradients(model, rank))
-
-
-def test_dims_of_stock() -> None:
-    run_ranks(4, stock_names)

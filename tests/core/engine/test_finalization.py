@@ -9,7 +9,7 @@ import torch.distributed.fsdp as stock
 from torch import Tensor, nn
 
 import shardkit.core as shardkit
-from tests.support import rank_mesh, run_ranks
+from tests.support import on_ranks, rank_mesh
 from tests.support.models import Block
 
 
@@ -59,7 +59,10 @@ def _manual(api: Any, async_op: bool) -> list[Tensor]:
     return _gradients(model)
 
 
-def finalized(rank: int, world_size: int, async_op: bool) -> None:
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("async_op", [False, True])
+@on_ranks()
+def test_finalized_gradients(rank: int, world_size: int, async_op: bool) -> None:
     seen = _manual(shardkit, async_op)
     expected = _automatic(stock)
     for one, two in zip(seen, expected, strict=True):
@@ -69,13 +72,9 @@ def finalized(rank: int, world_size: int, async_op: bool) -> None:
             assert torch.equal(one, two)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("async_op", [False, True])
-def test_finalized_gradients(async_op: bool, world_size: int) -> None:
-    run_ranks(world_size, finalized, async_op)
-
-
-def _partial_sums(rank: int, world_size: int, manual: bool) -> None:
+@pytest.mark.parametrize("manual", [False, True])
+@on_ranks(2)
+def test_partial_sums_do_not_get_lost(rank: int, world_size: int, manual: bool) -> None:
     """Backwards without an all-reduce, which is turned on again only before the end of the step."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 4))
@@ -105,12 +104,8 @@ def _partial_sums(rank: int, world_size: int, manual: bool) -> None:
     optimizer.step()
 
 
-@pytest.mark.parametrize("manual", [False, True])
-def test_partial_sums_do_not_get_lost(manual: bool) -> None:
-    run_ranks(2, _partial_sums, manual)
-
-
-def refused(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_refusals(rank: int, world_size: int) -> None:
     model = _model(shardkit)
     model.finalize_backward()  # before the first forward there is nothing to do
     model.finalize_backward(async_op=True).wait()
@@ -144,22 +139,16 @@ def refused(rank: int, world_size: int) -> None:
         assert torch.equal(one, two)
 
 
-def test_refusals() -> None:
-    run_ranks(2, refused)
-
-
-def below_the_root(rank: int, world_size: int) -> None:
+@on_ranks(1)
+def test_setting_below_the_root_is_refused(rank: int, world_size: int) -> None:
     model = _model(shardkit)
     model[0].set_manual_backward_finalization(True)
     with pytest.raises(RuntimeError, match=r"was called on '0', below the root"):
         model(torch.randn(2, 8))
 
 
-def test_setting_below_the_root_is_refused() -> None:
-    run_ranks(1, below_the_root)
-
-
-def shared_context(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_roots_that_share_a_context(rank: int, world_size: int) -> None:
     first, second = _model(shardkit), _model(shardkit)
     shardkit.share_comm_ctx([first, second])
     first.set_manual_backward_finalization(True)
@@ -175,10 +164,6 @@ def shared_context(rank: int, world_size: int) -> None:
         assert torch.equal(one, two)
 
 
-def test_roots_that_share_a_context() -> None:
-    run_ranks(2, shared_context)
-
-
 # -- memory that stays -------------------------------------------------------------------------------------------------
 
 
@@ -191,7 +176,8 @@ def _addresses(model: nn.Module) -> dict[str, int]:
     return found
 
 
-def kept_storage(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_kept_storage_has_one_address(rank: int, world_size: int) -> None:
     model, plain = _model(shardkit), _model(shardkit)
     model.set_keep_unsharded_storage(True)
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, plain)]
@@ -211,7 +197,3 @@ def kept_storage(rank: int, world_size: int) -> None:
     assert [any(of_group) for of_group in sizes] == [True, False, True]
     model.set_keep_unsharded_storage(False)
     assert not any(flat.untyped_storage().size() for param in kept for flat in param.flats)
-
-
-def test_kept_storage_has_one_address() -> None:
-    run_ranks(2, kept_storage)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardkit.core import MixedPrecisionPolicy, fully_shard
-from tests.support import run_ranks
+from tests.support import on_ranks
 from tests.support.twins import Twins, batch
 
 
@@ -73,17 +73,14 @@ def _shard(model: Any, **options: Any) -> None:
     fully_shard(model, **options)
 
 
-def _train(rank: int, world_size: int, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["list", "dict", "dataclass", "nested", "nothing returned"])
+@on_ranks(2)
+def test_blocks_hand_their_losses_on(rank: int, world_size: int, kind: str) -> None:
     twins = Twins.of(rank, world_size, lambda: _Model(kind), _shard)
     for needs_gradient in (False, True, False):
         twins.step(lambda model, of, needs=needs_gradient: model(batch(of, 2, 5).requires_grad_(needs)))
     with torch.no_grad():
         twins.sharded(batch(rank, 2, 5))
-
-
-@pytest.mark.parametrize("kind", ["list", "dict", "dataclass", "nested", "nothing returned"])
-def test_blocks_hand_their_losses_on(kind: str) -> None:
-    run_ranks(2, _train, kind)
 
 
 class _Caching(nn.Module):
@@ -97,7 +94,9 @@ class _Caching(nn.Module):
         return cache["last"]  # type: ignore[no-any-return]
 
 
-def _fill_a_cache(rank: int, world_size: int, fails: bool) -> None:
+@pytest.mark.parametrize("fails", [False, True])
+@on_ranks(2)
+def test_a_cache_is_filled_although_inputs_are_cast(rank: int, world_size: int, fails: bool) -> None:
     model = _Caching()
     fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     seen: list[Tensor] = []
@@ -117,11 +116,6 @@ def _fill_a_cache(rank: int, world_size: int, fails: bool) -> None:
     assert ("last" in cache) is not fails
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_cache_is_filled_although_inputs_are_cast(fails: bool) -> None:
-    run_ranks(2, _fill_a_cache, fails)
-
-
 class _Recomputing(_Model):
     """Recomputes blocks in backward, which adds to the list once more; the tensors of forward need no gradient."""
 
@@ -133,14 +127,11 @@ class _Recomputing(_Model):
         return x.square().mean()
 
 
-def _recompute(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_recomputation_is_not_given_what_others_added(rank: int, world_size: int) -> None:
     twins = Twins.of(rank, world_size, lambda: _Recomputing("list"), _shard)
     for _ in range(2):
         twins.step(lambda model, of: model(batch(of, 2, 5).requires_grad_()))
-
-
-def test_a_recomputation_is_not_given_what_others_added() -> None:
-    run_ranks(2, _recompute)
 
 
 class _Filling(nn.Module):
@@ -182,7 +173,8 @@ class _Both(nn.Module):
         return self.reading(x)  # type: ignore[no-any-return]
 
 
-def _read_within_the_group(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_module_reads_what_another_of_its_group_has_left(rank: int, world_size: int) -> None:
     def shard(model: Any, **options: Any) -> None:
         fully_shard([model.reading, model.filling], **options)
         fully_shard(model, **options)
@@ -194,7 +186,3 @@ def _read_within_the_group(rank: int, world_size: int) -> None:
     shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))  # inputs are cast, so copied
     model(batch(rank, 2, 5)).backward()
     assert model.filling.linear.weight.grad is not None
-
-
-def test_a_module_reads_what_another_of_its_group_has_left() -> None:
-    run_ranks(2, _read_within_the_group)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardkit.core import events, fully_shard
-from tests.support import run_ranks
+from tests.support import on_ranks
 from tests.support.twins import Twins, batch
 
 WIDTH = 6
@@ -47,7 +47,8 @@ def _loss(model: nn.Module, rank: int) -> Tensor:
     return model(batch(rank, 3, WIDTH)).square().mean()
 
 
-def _recomputed(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_an_inner_backward_in_a_recomputation_leaves_the_module_sharded(rank: int, world_size: int) -> None:
     twins = Twins.of(rank, world_size, Molecule, _shard_molecule)
     for _ in range(2):
         twins.backward(_loss)
@@ -55,10 +56,6 @@ def _recomputed(rank: int, world_size: int) -> None:
         plain = [name for name, value in twins.sharded.state_dict().items() if not hasattr(value, "placements")]
         assert not plain
         twins.update()
-
-
-def test_an_inner_backward_in_a_recomputation_leaves_the_module_sharded() -> None:
-    run_ranks(2, _recomputed)
 
 
 class Keeping(nn.Module):
@@ -95,17 +92,15 @@ def _heads_loss(model: nn.Module, rank: int) -> Tensor:
     return output.square().mean() + KEPT.pop()
 
 
-def _only_forward(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_the_forward_that_backward_begins_in_is_not_set_aside(rank: int, world_size: int) -> None:
     twins = Twins.of(rank, world_size, Heads, _shard_heads)
     twins.backward(_heads_loss)
     twins.check_gradients()
 
 
-def test_the_forward_that_backward_begins_in_is_not_set_aside() -> None:
-    run_ranks(2, _only_forward)
-
-
-def _tie(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_tie_to_a_group_that_is_gathered(rank: int, world_size: int) -> None:
     model: Any = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False))
     model[1].weight = model[0].weight
     fully_shard(model[0])
@@ -116,10 +111,6 @@ def _tie(rank: int, world_size: int) -> None:
     _loss(model, rank).backward()
     assert model[0].weight is model[1].weight
     assert model[0].weight.grad is not None
-
-
-def test_a_tie_to_a_group_that_is_gathered() -> None:
-    run_ranks(2, _tie)
 
 
 class _Looking(nn.Module):
@@ -139,7 +130,8 @@ class _Looking(nn.Module):
         return x
 
 
-def _known_order(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_backward_inside_forward_leaves_the_outer_one_its_order(rank: int, world_size: int) -> None:
     """The inner backward gathers none of the blocks, and the outer one still gathers them ahead."""
     model: Any = _Looking(looks=True)
     for module in (*model.blocks, *model.aside, model):
@@ -153,7 +145,3 @@ def _known_order(rank: int, world_size: int) -> None:
             loss.backward()
     assert [in_forward.count(f"blocks.{number}") for number in range(3)] == [1, 1, 1]
     assert [event.fqn for event in seen if isinstance(event, events.PrefetchMiss)] == []
-
-
-def test_a_backward_inside_forward_leaves_the_outer_one_its_order() -> None:
-    run_ranks(2, _known_order)

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardkit.core import MixedPrecisionPolicy, clip_grad_norm_, events, fully_shard, register_fsdp_forward_method
 from shardkit.core.engine.step import state_of
-from tests.support import rank_mesh, run_ranks
+from tests.support import on_ranks, rank_mesh, run_ranks
 from tests.support.meshes import networked_mesh
 from tests.support.models import MLP, Block, Routes
 from tests.support.twins import Twins, assert_close, batch
@@ -158,7 +158,8 @@ def _pieces(model: nn.Module) -> dict[str, weakref.ref[Any]]:
     return pieces
 
 
-def _dies_at_once(rank: int, world_size: int) -> None:
+@on_ranks(1, 2)
+def test_a_deleted_model_is_freed_at_once(rank: int, world_size: int) -> None:
     _train_with_an_optimizer(_sharded_mlp())  # torch's lazy imports keep frames alive, once
     gc.collect()
     gc.disable()
@@ -178,12 +179,8 @@ def _dies_at_once(rank: int, world_size: int) -> None:
         gc.enable()
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_deleted_model_is_freed_at_once(world_size: int) -> None:
-    run_ranks(world_size, _dies_at_once)
-
-
-def _outlived_by_a_part(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_part_that_is_kept_does_not_keep_the_model(rank: int, world_size: int) -> None:
     model = _sharded_mlp()
     _train_with_an_optimizer(model)
     block = model.blocks[0]
@@ -195,11 +192,8 @@ def _outlived_by_a_part(rank: int, world_size: int) -> None:
     assert state_of(block) is not None
 
 
-def test_a_part_that_is_kept_does_not_keep_the_model() -> None:
-    run_ranks(2, _outlived_by_a_part)
-
-
-def _shard_owns_its_chunk(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_a_shard_owns_its_chunk_alone(rank: int, world_size: int) -> None:
     large = torch.randn(64, 8)
     module = nn.Linear(8, 8, bias=False)
     module.weight = nn.Parameter(large[:8])
@@ -209,14 +203,11 @@ def _shard_owns_its_chunk(rank: int, world_size: int) -> None:
     assert torch.equal(module.weight.full_tensor(), large[:8])
 
 
-def test_a_shard_owns_its_chunk_alone() -> None:
-    run_ranks(3, _shard_owns_its_chunk)
-
-
 # -- several models, containers ----------------------------------------------------------------------------------------
 
 
-def _containers(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_indexing_into_a_sharded_container(rank: int, world_size: int) -> None:
     def build() -> nn.Module:
         return nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5), nn.Linear(5, 3))
 
@@ -238,14 +229,11 @@ def _containers(rank: int, world_size: int) -> None:
     assert [type(block).__name__ for block in blocks[1:]] == ["FSDPBlock", "FSDPBlock"]
 
 
-def test_indexing_into_a_sharded_container() -> None:
-    run_ranks(2, _containers)
-
-
 # -- casts, loads, replacements, freezing ------------------------------------------------------------------------------
 
 
-def _casts(rank: int, world_size: int) -> None:
+@on_ranks(1, 3)
+def test_cast_between_steps(rank: int, world_size: int) -> None:
     casts: list[Callable[[nn.Module], nn.Module]] = [
         lambda model: model.to(torch.float64),
         lambda model: model.bfloat16(),
@@ -265,12 +253,9 @@ def _casts(rank: int, world_size: int) -> None:
                 twins.sharded(batch(rank, 2, 5).to(next(twins.whole.parameters()).dtype))
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_cast_between_steps(world_size: int) -> None:
-    run_ranks(world_size, _casts)
-
-
-def _changes_while_gradients_wait(rank: int, world_size: int, reduce_dtype: torch.dtype | None) -> None:
+@pytest.mark.parametrize("reduce_dtype", [None, torch.float64])
+@on_ranks(1, 3)
+def test_casts_and_moves_while_gradients_wait(rank: int, world_size: int, reduce_dtype: torch.dtype | None) -> None:
     precision = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
     for change in (nn.Module.float, functools.partial(nn.Module.to, device="cpu")):
         for reshard in (True, False):
@@ -294,17 +279,12 @@ def _changes_while_gradients_wait(rank: int, world_size: int, reduce_dtype: torc
             twins.step(_mlp_loss)
 
 
-@pytest.mark.parametrize("reduce_dtype", [None, torch.float64])
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_casts_and_moves_while_gradients_wait(world_size: int, reduce_dtype: torch.dtype | None) -> None:
-    run_ranks(world_size, _changes_while_gradients_wait, reduce_dtype)
-
-
 def _reload(model: Any) -> None:
     model.load_state_dict({name: value.detach().clone() for name, value in model.state_dict().items()}, assign=True)
 
 
-def _changes_before_backward(rank: int, world_size: int) -> None:
+@on_ranks(1, 3)
+def test_moves_and_loads_between_forward_and_backward(rank: int, world_size: int) -> None:
     """As stock does: backward goes on with the graph that forward has made, whatever memory the shards lie in now."""
     for change in (_reload, functools.partial(nn.Module.to, device="cpu"), lambda model: model._apply(torch.clone)):
         for reshard in (True, False):
@@ -317,11 +297,6 @@ def _changes_before_backward(rank: int, world_size: int) -> None:
                 twins.reference_backward(lambda model, rank: _mlp_loss(model, rank, seed))  # noqa: B023
                 twins.check_gradients()
                 twins.update()
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_moves_and_loads_between_forward_and_backward(world_size: int) -> None:
-    run_ranks(world_size, _changes_before_backward)
 
 
 class _Shifted(nn.Module):
@@ -350,7 +325,8 @@ def test_a_cast_between_forward_and_backward_is_refused(world_size: int) -> None
         assert "'shift'" in error and "(4,)" in error
 
 
-def _loads(rank: int, world_size: int) -> None:
+@on_ranks(1, 3)
+def test_load_between_steps(rank: int, world_size: int) -> None:
     for reshard in RESHARD:
         for assign in (False, True):
             twins = Twins.of(rank, world_size, MLP, lambda model: _shard_mlp(model, reshard_after_forward=reshard))  # noqa: B023
@@ -369,12 +345,8 @@ def _loads(rank: int, world_size: int) -> None:
             twins.step(_mlp_loss)
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_load_between_steps(world_size: int) -> None:
-    run_ranks(world_size, _loads)
-
-
-def _replacements(rank: int, world_size: int) -> None:
+@on_ranks(1, 2)
+def test_parameter_replaced_by_assignment(rank: int, world_size: int) -> None:
     for while_unsharded in (False, True):
         twins = Twins.of(rank, world_size, MLP, _shard_mlp)
         twins.step(_mlp_loss)
@@ -394,12 +366,8 @@ def _replacements(rank: int, world_size: int) -> None:
         twins.step(_mlp_loss)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_parameter_replaced_by_assignment(world_size: int) -> None:
-    run_ranks(world_size, _replacements)
-
-
-def _accumulation_hooks(rank: int, world_size: int) -> None:
+@on_ranks(1, 2)
+def test_post_accumulate_grad_hooks(rank: int, world_size: int) -> None:
     """A hook runs once for each gradient that is reduced, also into one that is there, until it is removed."""
     model = _sharded_mlp()
     fqns = [fqn for fqn, _ in model.named_parameters()]
@@ -423,15 +391,11 @@ def _accumulation_hooks(rank: int, world_size: int) -> None:
     assert calls == {**dict.fromkeys(fqns, 3), fqns[0]: 2}
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_post_accumulate_grad_hooks(world_size: int) -> None:
-    run_ranks(world_size, _accumulation_hooks)
-
-
 # -- forwards that no backward follows ---------------------------------------------------------------------------------
 
 
-def _frozen_teacher(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_frozen_model_that_is_changed_between_forwards(rank: int, world_size: int) -> None:
     """`torch._foreach_*` bumps no version counter of a DTensor: only a root that is sharded sees its writes."""
     student, teacher = MLP(), MLP().requires_grad_(False)
     whole = copy.deepcopy(teacher)
@@ -448,11 +412,14 @@ def _frozen_teacher(rank: int, world_size: int) -> None:
                 old.mul_(0.5).add_(new.full_tensor(), alpha=0.5)  # type: ignore[attr-defined]
 
 
-def test_a_frozen_model_that_is_changed_between_forwards() -> None:
-    run_ranks(2, _frozen_teacher)
+def _load_doubles(model: Any) -> None:
+    values = {name: value.detach().double() for name, value in model.state_dict().items()}
+    model.load_state_dict(values, assign=True)
 
 
-def _steps_on_local_tensors(rank: int, world_size: int, change: Callable[[Any], Any]) -> None:
+@pytest.mark.parametrize("change", [nn.Module.double, _load_doubles])
+@on_ranks(2)
+def test_local_tensors_after_a_cast_or_load(rank: int, world_size: int, change: Callable[[Any], Any]) -> None:
     """Local tensors that are asked for after a cast or load are those that train, whatever gathers come later."""
     twins = Twins.of(rank, world_size, MLP, _shard_mlp)
     twins.step(_mlp_loss)
@@ -472,17 +439,8 @@ def _steps_on_local_tensors(rank: int, world_size: int, change: Callable[[Any], 
         twins.check_parameters()
 
 
-def _load_doubles(model: Any) -> None:
-    values = {name: value.detach().double() for name, value in model.state_dict().items()}
-    model.load_state_dict(values, assign=True)
-
-
-@pytest.mark.parametrize("change", [nn.Module.double, _load_doubles])
-def test_local_tensors_after_a_cast_or_load(change: Callable[[Any], Any]) -> None:
-    run_ranks(2, _steps_on_local_tensors, change)
-
-
-def _zero_grad_of_the_module(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_zero_grad_of_the_module_after_forward(rank: int, world_size: int) -> None:
     for set_to_none in (True, False):
         twins = Twins.of(rank, world_size, MLP, _shard_mlp)
         for _ in range(3):
@@ -492,10 +450,6 @@ def _zero_grad_of_the_module(rank: int, world_size: int) -> None:
             twins.whole.zero_grad()
             twins.reference_backward(_mlp_loss)
             twins.check_gradients()
-
-
-def test_zero_grad_of_the_module_after_forward() -> None:
-    run_ranks(2, _zero_grad_of_the_module)
 
 
 # -- shapes that a forward can take ------------------------------------------------------------------------------------
@@ -510,7 +464,8 @@ def _routes_loss(model: nn.Module, rank: int, route: str, seed: int = 0) -> Tens
     return model(batch(rank, 3, 4, seed=seed), route).square().mean()
 
 
-def _routes(rank: int, world_size: int) -> None:
+@on_ranks(1, 3)
+def test_nested_skipped_repeated_and_reentrant_forwards(rank: int, world_size: int) -> None:
     for reshard in RESHARD:
         for depth in (0, 1, 3):
             options = {"reshard_after_forward": reshard}
@@ -522,11 +477,6 @@ def _routes(rank: int, world_size: int) -> None:
                     continue
                 twins.step(lambda model, rank: _routes_loss(model, rank, route))  # noqa: B023
                 assert _holds_no_unsharded(twins.sharded)
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_nested_skipped_repeated_and_reentrant_forwards(world_size: int) -> None:
-    run_ranks(world_size, _routes)
 
 
 # -- exceptions --------------------------------------------------------------------------------------------------------
@@ -600,7 +550,9 @@ LATER: dict[str, Callable[[Any, Tensor, torch.optim.Optimizer], object]] = {
 }
 
 
-def _refuses_until_reset(rank: int, world_size: int, how: str) -> None:
+@pytest.mark.parametrize("how", UNENDED)
+@on_ranks(2)
+def test_an_iteration_that_did_not_end_is_refused_until_it_is_reset(rank: int, world_size: int, how: str) -> None:
     inject, unnoticed = UNENDED[how]
     twins = Twins.of(rank, world_size, MLP, _shard_mlp)
     register_fsdp_forward_method(twins.sharded, "score")
@@ -624,11 +576,6 @@ def _refuses_until_reset(rank: int, world_size: int, how: str) -> None:
             twins.step(_mlp_loss)
 
 
-@pytest.mark.parametrize("how", UNENDED)
-def test_an_iteration_that_did_not_end_is_refused_until_it_is_reset(how: str) -> None:
-    run_ranks(2, _refuses_until_reset, how)
-
-
 class Catches(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -641,7 +588,8 @@ class Catches(nn.Module):
             return self.second(x)
 
 
-def _caught_in_forward(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_an_error_that_forward_catches_needs_no_reset(rank: int, world_size: int) -> None:
     twins = Twins.of(rank, world_size, Catches, _shard_children)
     for _ in range(2):
         twins.step(lambda model, rank: model(batch(rank, 2, 5)).square().sum())
@@ -650,10 +598,6 @@ def _caught_in_forward(rank: int, world_size: int) -> None:
         for handle in handles:
             handle.remove()
         assert _holds_no_unsharded(twins.sharded)
-
-
-def test_an_error_that_forward_catches_needs_no_reset() -> None:
-    run_ranks(2, _caught_in_forward)
 
 
 def _fails_while_a_peer_is_late(rank: int, world_size: int, networked: bool, where: str, returned: Path) -> None:
@@ -679,7 +623,15 @@ def _fails_while_a_peer_is_late(rank: int, world_size: int, networked: bool, whe
     returned.touch()
 
 
-def _runs_a_forward_more(rank: int, world_size: int, networked: bool) -> None:
+@pytest.mark.parametrize("networked", [False, True], ids=["shared memory", "network"])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_after_an_error_nothing_waits_for_a_peer(networked: bool, where: str, tmp_path: Path) -> None:
+    run_ranks(2, _fails_while_a_peer_is_late, networked, where, tmp_path / "returned", isolated=True)
+
+
+@pytest.mark.parametrize("networked", [False, True], ids=["shared memory", "network"])
+@on_ranks(2, isolated=True)
+def test_a_forward_more_on_one_rank_is_an_error_on_both(rank: int, world_size: int, networked: bool) -> None:
     """Rank 0 runs a second forward while rank 1 runs the backward of the first; the error is that of a gather."""
     group = dist.new_group(list(range(world_size)), timeout=dt.timedelta(seconds=4))
     os.environ["SHARDKIT_SHARED_MEMORY"] = str(int(not networked))
@@ -694,18 +646,9 @@ def _runs_a_forward_more(rank: int, world_size: int, networked: bool) -> None:
         model.state_dict()
 
 
-@pytest.mark.parametrize("networked", [False, True], ids=["shared memory", "network"])
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_after_an_error_nothing_waits_for_a_peer(networked: bool, where: str, tmp_path: Path) -> None:
-    run_ranks(2, _fails_while_a_peer_is_late, networked, where, tmp_path / "returned", isolated=True)
-
-
-@pytest.mark.parametrize("networked", [False, True], ids=["shared memory", "network"])
-def test_a_forward_more_on_one_rank_is_an_error_on_both(networked: bool) -> None:
-    run_ranks(2, _runs_a_forward_more, networked, isolated=True)
-
-
-def _failures(rank: int, world_size: int, reshard: bool | None) -> None:
+@pytest.mark.parametrize("reshard", RESHARD)
+@on_ranks(2)
+def test_recovery_from_an_exception(rank: int, world_size: int, reshard: bool | None) -> None:
     for where, inject in FAILURES.items():
         twins = Twins.of(rank, world_size, MLP, lambda model: _shard_mlp(model, reshard_after_forward=reshard))
         for steps_before in (0, 2):
@@ -724,11 +667,6 @@ def _failures(rank: int, world_size: int, reshard: bool | None) -> None:
                 except AssertionError as error:
                     raise AssertionError(f"after a failure in {where}: {error}") from error
             assert _holds_no_unsharded(twins.sharded), where
-
-
-@pytest.mark.parametrize("reshard", RESHARD)
-def test_recovery_from_an_exception(reshard: bool | None) -> None:
-    run_ranks(2, _failures, reshard)
 
 
 class Region(nn.Module):
@@ -757,7 +695,9 @@ class CheckpointedRegions(nn.Module):
         return x
 
 
-def _checkpointed_regions(rank: int, world_size: int, reentrant: bool) -> None:
+@pytest.mark.parametrize("reentrant", [False, True])
+@on_ranks(2)
+def test_a_checkpointed_region_with_several_sharded_modules(rank: int, world_size: int, reentrant: bool) -> None:
     def shard(model: CheckpointedRegions) -> None:
         for region in model.regions:
             for child in region.children():
@@ -786,11 +726,6 @@ def _checkpointed_regions(rank: int, world_size: int, reentrant: bool) -> None:
     assert settle.call_count == 1
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_a_checkpointed_region_with_several_sharded_modules(reentrant: bool) -> None:
-    run_ranks(2, _checkpointed_regions, reentrant)
-
-
 class _InterruptedTicket:
     """Ctrl-C while a gather is waited for; notes the sizes of the storages when the gather is abandoned."""
 
@@ -806,7 +741,8 @@ class _InterruptedTicket:
         self.ticket.abandon()
 
 
-def _interrupted_gather(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_interrupted_gather(rank: int, world_size: int) -> None:
     """Transfers in flight write to memory that must not be given back before they end."""
     twins = Twins.of(rank, world_size, MLP, _shard_mlp)
     twins.step(_mlp_loss)
@@ -822,11 +758,8 @@ def _interrupted_gather(rank: int, world_size: int) -> None:
     assert _holds_no_unsharded(twins.sharded)
 
 
-def test_interrupted_gather() -> None:
-    run_ranks(2, _interrupted_gather)
-
-
-def _interrupted_reduction(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_interrupted_reduction(rank: int, world_size: int) -> None:
     """Ctrl-C while the end of backward waits for reductions: their transfers are posted, and peers wait for them."""
     model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256), nn.Linear(256, 5))
     for module in (model[0], model[1], model):
@@ -867,11 +800,8 @@ def _interrupted_reduction(rank: int, world_size: int) -> None:
             assert all(map(torch.equal, gradients(), expected))
 
 
-def test_interrupted_reduction() -> None:
-    run_ranks(2, _interrupted_reduction)
-
-
-def _reset_drops_unreduced_gradients(rank: int, world_size: int) -> None:
+@on_ranks(2, 4)
+def test_reset_drops_unreduced_gradients(rank: int, world_size: int) -> None:
     """Gradients accumulated without sync, or without all-reduce, belong to the failed iteration and are dropped."""
     hsdp = rank_mesh((2, world_size // 2), ("replicate", "shard"))
     for mesh, hold_back in (
@@ -894,11 +824,6 @@ def _reset_drops_unreduced_gradients(rank: int, world_size: int) -> None:
             # As if nothing had been accumulated, in reduce_dtype, before. A shard group of one rank reduces nothing.
             sent = {one.dtype for one in heard if isinstance(one, events.ReduceStarted)}
             assert sent == ({torch.float32} if mesh.size(-1) > 1 else set())
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_reset_drops_unreduced_gradients(world_size: int) -> None:
-    run_ranks(world_size, _reset_drops_unreduced_gradients)
 
 
 # -- modules of other kinds --------------------------------------------------------------------------------------------
@@ -936,7 +861,8 @@ def _leaf_alone(model: nn.Module, rank: int) -> Tensor:
     return (model()["leaf"] * batch(rank, 4)).sum()
 
 
-def _parameters_as_outputs(rank: int, world_size: int) -> None:
+@on_ranks(1, 2)
+def test_outputs_that_are_parameters(rank: int, world_size: int) -> None:
     for reshard in RESHARD:
         shard = lambda model: _shard_children(model, reshard_after_forward=reshard)  # noqa: B023, E731
         twins = Twins.of(rank, world_size, UsesHolder, shard)
@@ -954,11 +880,6 @@ def _parameters_as_outputs(rank: int, world_size: int) -> None:
         alone = Twins.of(rank, world_size, Holder, lambda model: fully_shard(model, reshard_after_forward=reshard))  # noqa: B023
         for _ in range(2):
             alone.step(_leaf_alone)
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_outputs_that_are_parameters(world_size: int) -> None:
-    run_ranks(world_size, _parameters_as_outputs)
 
 
 class Zoo(nn.Module):
@@ -995,16 +916,13 @@ def _zoo_loss(model: nn.Module, rank: int) -> Tensor:
     return model(batch(rank, 2, 3, 4)).square().mean()
 
 
-def _zoo(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_modules_with_parameters_in_unusual_places(rank: int, world_size: int) -> None:
     for shard in (fully_shard, _shard_children):
         for reshard in RESHARD:
             twins = Twins.of(rank, world_size, Zoo, lambda model: shard(model, reshard_after_forward=reshard))  # noqa: B023
             for _ in range(3):
                 twins.step(_zoo_loss)
-
-
-def test_modules_with_parameters_in_unusual_places() -> None:
-    run_ranks(2, _zoo)
 
 
 class Talker(nn.Module):
@@ -1019,7 +937,8 @@ class Talker(nn.Module):
         return self.decoder(self.encode(x))
 
 
-def _other_methods(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_other_methods_than_forward(rank: int, world_size: int) -> None:
     class Two(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -1051,14 +970,11 @@ def _other_methods(rank: int, world_size: int) -> None:
     twins.step(lambda model, rank: model(batch(rank, 2, 4), "encode").square().sum())
 
 
-def test_other_methods_than_forward() -> None:
-    run_ranks(2, _other_methods)
-
-
 # -- groups of modules -------------------------------------------------------------------------------------------------
 
 
-def _nested_in_a_list(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_list_with_modules_inside_others(rank: int, world_size: int) -> None:
     """A module inside another one of the list belongs to that one."""
     twins = Twins.of(rank, world_size, MLP, lambda model: fully_shard([model, model.out, model.blocks[0].up]))
     assert type(twins.sharded).__name__ == "FSDPMLP"
@@ -1066,7 +982,3 @@ def _nested_in_a_list(rank: int, world_size: int) -> None:
     assert type(twins.sharded.blocks[0].up) is nn.Linear
     for _ in range(2):
         twins.step(_mlp_loss)
-
-
-def test_a_list_with_modules_inside_others() -> None:
-    run_ranks(2, _nested_in_a_list)

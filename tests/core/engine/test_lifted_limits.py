@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardkit.core import MixedPrecisionPolicy, events, fully_shard
 from shardkit.core.engine.step import state_of
-from tests.support import rank_mesh, run_ranks
+from tests.support import on_ranks, rank_mesh, run_ranks
 from tests.support.models import Block
 from tests.support.twins import Twins, assert_close, batch
 
@@ -118,7 +118,11 @@ def _check_ties(twins: Twins) -> None:
     assert not held
 
 
-def _tied(rank: int, world_size: int, shard: Callable[..., None]) -> None:
+@pytest.mark.daily(world_size=[3])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("shard", TIES)
+@on_ranks()
+def test_tied_across_groups(rank: int, world_size: int, shard: Callable[..., None]) -> None:
     for reshard in RESHARD:
         twins = Twins.of(rank, world_size, Tied, lambda model: shard(model, reshard_after_forward=reshard))  # noqa: B023
         _check_ties(twins)
@@ -141,14 +145,8 @@ def _tied(rank: int, world_size: int, shard: Callable[..., None]) -> None:
         _check_ties(twins)
 
 
-@pytest.mark.daily(world_size=[3])
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize("shard", TIES)
-def test_tied_across_groups(shard: Callable[..., None], world_size: int) -> None:
-    run_ranks(world_size, _tied, shard)
-
-
-def _tied_checkpoints(rank: int, world_size: int) -> None:
+@on_ranks(1, 3)
+def test_checkpoints_of_tied_parameters(rank: int, world_size: int) -> None:
     twins = Twins.of(rank, world_size, Tied, _both_sharded)
     twins.step(_tied_loss("eh"))
     state = twins.sharded.state_dict()
@@ -170,12 +168,8 @@ def _tied_checkpoints(rank: int, world_size: int) -> None:
         twins.whole.zero_grad()
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_checkpoints_of_tied_parameters(world_size: int) -> None:
-    run_ranks(world_size, _tied_checkpoints)
-
-
-def _assigned_while_unsharded(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_tied_parameter_assigned_while_unsharded(rank: int, world_size: int) -> None:
     """Parameters that stay unsharded between forwards are gathered again when both names get another value."""
     twins = Twins.of(rank, world_size, Tied, lambda model: _both_sharded(model, reshard_after_forward=False))
     model = twins.sharded
@@ -187,10 +181,6 @@ def _assigned_while_unsharded(rank: int, world_size: int) -> None:
         assert_close(_tied_loss("eh")(model, rank), _tied_loss("eh")(twins.whole, rank), "after an assignment")
     twins.step(_tied_loss("eh"))
     _check_ties(twins)
-
-
-def test_a_tied_parameter_assigned_while_unsharded() -> None:
-    run_ranks(2, _assigned_while_unsharded)
 
 
 class Pair(nn.Module):
@@ -207,7 +197,8 @@ class Pair(nn.Module):
         return x
 
 
-def _tied_settings(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_settings_of_a_tied_parameter(rank: int, world_size: int) -> None:
     """A setting made before a later call finds the tie also holds for the tied parameter."""
     factor = 0.5
 
@@ -221,10 +212,6 @@ def _tied_settings(rank: int, world_size: int) -> None:
     twins.backward(_vector_loss)
     expected = twins.whole.layers[0][1].weight.grad * (world_size / factor)
     assert_close(twins.sharded.layers[0][1].weight.grad, expected, "tied")
-
-
-def test_settings_of_a_tied_parameter() -> None:
-    run_ranks(2, _tied_settings)
 
 
 def _tied_traffic(rank: int, world_size: int) -> tuple[list[str], list[str]]:
@@ -264,16 +251,13 @@ class Around(nn.Module):
         return self.child(torch.tanh(nn.functional.linear(self.first(x), self.weight)))
 
 
-def _around(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_tied_parameter_stays_while_anybody_needs_it(rank: int, world_size: int) -> None:
     def shard(model: Any) -> None:
         fully_shard(model.child)
         fully_shard(model, reshard_after_forward=True)
 
     _steps(Twins.of(rank, world_size, Around, shard), _vector_loss)
-
-
-def test_a_tied_parameter_stays_while_anybody_needs_it() -> None:
-    run_ranks(2, _around)
 
 
 # -- 0-dim parameters --------------------------------------------------------------------------------------------------
@@ -316,7 +300,9 @@ def _vector_loss(model: nn.Module, rank: int) -> Tensor:
     return (model(batch(rank, 3, 4)) - 0.3).square().mean()
 
 
-def _zero_dim(rank: int, world_size: int) -> None:
+@pytest.mark.daily(world_size=[1, 3])
+@on_ranks(*WORLD_SIZES)
+def test_zero_dim_parameters(rank: int, world_size: int) -> None:
     meshes = [rank_mesh((world_size,))]
     if world_size == 4:
         meshes.append(rank_mesh((2, 2), ("replicate", "shard")))
@@ -343,12 +329,6 @@ def _zero_dim(rank: int, world_size: int) -> None:
     _round_trip(twins.sharded, other)
 
 
-@pytest.mark.daily(world_size=[1, 3])
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_zero_dim_parameters(world_size: int) -> None:
-    run_ranks(world_size, _zero_dim)
-
-
 # -- mixed dtypes ------------------------------------------------------------------------------------------------------
 
 
@@ -368,7 +348,13 @@ class MixedDtypes(nn.Module):
         return self.narrow(x.to(self.narrow.weight.dtype)).to(self.frozen.dtype) * self.frozen
 
 
-def _mixed(rank: int, world_size: int) -> None:
+def _mixed_loss(model: nn.Module, rank: int) -> Tensor:
+    return model(batch(rank, 3, 4)).square().mean()
+
+
+@pytest.mark.daily(world_size=[1, 3])
+@on_ranks(*WORLD_SIZES)
+def test_mixed_dtypes_in_a_group(rank: int, world_size: int) -> None:
     for reshard in RESHARD:
         twins = Twins.of(rank, world_size, MixedDtypes, lambda model: fully_shard(model, reshard_after_forward=reshard))  # noqa: B023
         expected = {fqn: value.dtype for fqn, value in twins.whole.state_dict().items()}
@@ -394,16 +380,6 @@ def _mixed(rank: int, world_size: int) -> None:
     _round_trip(twins.sharded, other)
 
 
-def _mixed_loss(model: nn.Module, rank: int) -> Tensor:
-    return model(batch(rank, 3, 4)).square().mean()
-
-
-@pytest.mark.daily(world_size=[1, 3])
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_mixed_dtypes_in_a_group(world_size: int) -> None:
-    run_ranks(world_size, _mixed)
-
-
 class Branches(nn.Module):
     """Parameters of three dtypes whose gradients do not meet, and an integer one that a cast would spoil."""
 
@@ -420,7 +396,8 @@ class Branches(nn.Module):
         return sum(layer(x.to(layer.weight.dtype)).double().square().mean() for layer in branches)  # type: ignore[return-value]
 
 
-def _branches(rank: int, world_size: int) -> None:
+@on_ranks(2, 3)
+def test_each_dtype_is_reduced_as_it_is(rank: int, world_size: int) -> None:
     def loss(model: nn.Module, rank: int) -> Tensor:
         return model(batch(rank, 3, 4))
 
@@ -433,11 +410,6 @@ def _branches(rank: int, world_size: int) -> None:
             seen = parameter.grad.full_tensor()
             torch.testing.assert_close(seen, expected[fqn].grad, rtol=within, atol=within)
     loss(fully_shard(Branches(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)), rank).backward()
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_each_dtype_is_reduced_as_it_is(world_size: int) -> None:
-    run_ranks(world_size, _branches)
 
 
 # -- other dims, other layouts -----------------------------------------------------------------------------------------
@@ -476,7 +448,13 @@ def _longest_dim(parameter: nn.Parameter) -> Shard | None:
     return Shard(max(range(parameter.ndim), key=lambda dim: parameter.shape[dim]))
 
 
-def _odd(rank: int, world_size: int, placement: Callable[[nn.Parameter], Shard | None] | None) -> None:
+@pytest.mark.daily(world_size=[3])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("placement", [None, _dim_one, _last_dim, _longest_dim])
+@on_ranks()
+def test_any_dim_and_layout(
+    rank: int, world_size: int, placement: Callable[[nn.Parameter], Shard | None] | None
+) -> None:
     for reshard in RESHARD:
         for param_dtype in (None, torch.float64):
 
@@ -509,10 +487,3 @@ def _odd(rank: int, world_size: int, placement: Callable[[nn.Parameter], Shard |
     other = Odd()
     shard(other)
     _round_trip(twins.sharded, other)
-
-
-@pytest.mark.daily(world_size=[3])
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize("placement", [None, _dim_one, _last_dim, _longest_dim])
-def test_any_dim_and_layout(placement: Callable[[nn.Parameter], Shard | None] | None, world_size: int) -> None:
-    run_ranks(world_size, _odd, placement)

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardkit.core import MixedPrecisionPolicy, events, fully_shard
 from shardkit.core.engine.step import state_of
-from tests.support import run_ranks
+from tests.support import on_ranks, run_ranks
 
 BLOCKS = 6
 WIDTH = 12  # every world size from 1 to 4 divides it: no padding
@@ -90,7 +90,9 @@ class Meter:
         self.hits, self.misses = [], []
 
 
-def _bounds(rank: int, world_size: int, depth: int) -> None:
+@pytest.mark.parametrize("depth", [0, 1, 2, 3])
+@on_ranks(2, 4)
+def test_at_most_depth_plus_one_groups(rank: int, world_size: int, depth: int) -> None:
     model = _chain(depth)
     forward_order = [f"blocks.{index}" for index in range(BLOCKS)]
     with Meter() as meter:
@@ -119,13 +121,9 @@ def _bounds(rank: int, world_size: int, depth: int) -> None:
             assert meter.root_bytes == 0
 
 
-@pytest.mark.parametrize("depth", [0, 1, 2, 3])
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_at_most_depth_plus_one_groups(world_size: int, depth: int) -> None:
-    run_ranks(world_size, _bounds, depth)
-
-
-def _bounds_of_micro_batches(rank: int, world_size: int, depth: int) -> None:
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@on_ranks(2)
+def test_bound_of_micro_batches(rank: int, world_size: int, depth: int) -> None:
     """Three forwards, then their backwards, as a pipeline runs them: none gathers for the passes of another one."""
     model = _chain(depth)
     order = [f"blocks.{index}" for index in reversed(range(BLOCKS))]
@@ -144,18 +142,14 @@ def _bounds_of_micro_batches(rank: int, world_size: int, depth: int) -> None:
             assert meter.block_bytes == meter.root_bytes == 0
 
 
-@pytest.mark.parametrize("depth", [0, 1, 2])
-def test_bound_of_micro_batches(depth: int) -> None:
-    run_ranks(2, _bounds_of_micro_batches, depth)
-
-
 def _recomputing_chain(model: Any, x: Tensor, every: int = 3) -> Tensor:
     for index, block in enumerate(model.blocks):
         x = checkpoint(block, x, use_reentrant=True) if index % every == every - 1 else block(x)
     return x
 
 
-def _bound_with_inner_backwards(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_bound_with_inner_backwards(rank: int, world_size: int) -> None:
     """The bound does not grow with the number of blocks between recomputed ones."""
     model = _chain()
     model.forward = lambda x: model.out(_recomputing_chain(model, model.inp(x), every=2))
@@ -167,11 +161,8 @@ def _bound_with_inner_backwards(rank: int, world_size: int) -> None:
             assert meter.peak_blocks == 3  # a block that recomputes stays unsharded until its inner backward has ended
 
 
-def test_bound_with_inner_backwards() -> None:
-    run_ranks(2, _bound_with_inner_backwards)
-
-
-def _bounds_without_grad(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_bound_in_evaluation(rank: int, world_size: int) -> None:
     for depth in (0, 1, 2):
         model = _chain(depth)
         with Meter() as meter:
@@ -183,29 +174,8 @@ def _bounds_without_grad(rank: int, world_size: int) -> None:
                 assert meter.block_bytes == meter.root_bytes == 0
 
 
-def test_bound_in_evaluation() -> None:
-    run_ranks(2, _bounds_without_grad)
-
-
-def _changing_order(rank: int, world_size: int) -> None:
-    """Blocks that are skipped, or come in another order than was learnt, do not break the bound."""
-    for depth in (1, 2):
-        model = _chain(depth)
-        with Meter() as meter:
-            for order in ([0, 1, 2, 3, 4, 5], [0, 2, 4], [5, 3, 1], [0, 1, 2, 3, 4, 5], [1, 1, 4, 1], [2, 0]):
-                model.forward = lambda x, model=model, order=order: model.out(
-                    _run_through([model.inp, *(model.blocks[index] for index in order)], x)
-                )
-                meter.start_phase()
-                loss = model(torch.randn(2, WIDTH)).square().sum()
-                assert meter.peak_bytes <= (depth + 1) * BLOCK_BYTES, f"forward {order} at depth {depth}"
-                assert meter.block_bytes == BLOCK_BYTES, f"forward {order} at depth {depth}: {meter.blocks} left over"
-                loss.backward()
-                assert meter.peak_bytes <= (depth + 1) * BLOCK_BYTES, f"backward {order} at depth {depth}"
-                assert meter.block_bytes == meter.root_bytes == 0, f"backward {order} at depth {depth}"
-
-
-def _many_without_backward(rank: int, world_size: int) -> None:
+@on_ranks(1)
+def test_forwards_without_backward_before_a_step(rank: int, world_size: int) -> None:
     """An evaluation that forgets `no_grad`, then a training step, whose gradients are those of that step alone."""
     reference = nn.Linear(4, 4)
     model = nn.Sequential(nn.Linear(4, 4))
@@ -220,10 +190,6 @@ def _many_without_backward(rank: int, world_size: int) -> None:
         assert torch.equal(param.grad.full_tensor(), expected.grad)
 
 
-def test_forwards_without_backward_before_a_step() -> None:
-    run_ranks(1, _many_without_backward)
-
-
 class Towers(nn.Module):
     """Blocks none of whose inputs needs a gradient: no hook reports that backward leaves them."""
 
@@ -236,7 +202,8 @@ class Towers(nn.Module):
         return self.out(sum(tower(x) for tower in self.towers))
 
 
-def _many_towers(rank: int, world_size: int) -> None:
+@on_ranks(1)
+def test_many_inputs_without_gradients(rank: int, world_size: int) -> None:
     model = Towers(sys.getrecursionlimit() // 2)
     for tower in model.towers:
         fully_shard(tower)
@@ -245,11 +212,9 @@ def _many_towers(rank: int, world_size: int) -> None:
     assert all(param.grad is not None for param in model.parameters())
 
 
-def test_many_inputs_without_gradients() -> None:
-    run_ranks(1, _many_towers)
-
-
-def _one_forward_ahead(rank: int, world_size: int, ahead: int) -> None:
+@pytest.mark.parametrize("ahead", [1, 2])
+@on_ranks(2)
+def test_bound_where_forwards_run_ahead_of_last_backwards(rank: int, world_size: int, ahead: int) -> None:
     """Forwards run ahead, and each backward is the last of a step: it forgets forwards that others will visit."""
     model = _chain(1)
     order = [f"blocks.{index}" for index in reversed(range(BLOCKS))]
@@ -263,11 +228,6 @@ def _one_forward_ahead(rank: int, world_size: int, ahead: int) -> None:
                 assert sorted(meter.hits + meter.misses, reverse=True) == order
                 assert meter.peak_bytes <= 2 * BLOCK_BYTES
                 assert meter.block_bytes == meter.root_bytes == 0
-
-
-@pytest.mark.parametrize("ahead", [1, 2])
-def test_bound_where_forwards_run_ahead_of_last_backwards(ahead: int) -> None:
-    run_ranks(2, _one_forward_ahead, ahead)
 
 
 class Biased(nn.Module):
@@ -311,7 +271,9 @@ def test_a_block_that_returns_an_input_is_gathered_once(cast: bool) -> None:
         assert len(gathered) == len(set(gathered))
 
 
-def _several_forwards_in_a_backward(rank: int, world_size: int, depth: int, requires_grad: bool) -> None:
+@pytest.mark.parametrize(("depth", "requires_grad"), [(0, True), (1, True), (2, True), (2, False)])
+@on_ranks(2)
+def test_bound_of_several_forwards_in_a_backward(rank: int, world_size: int, depth: int, requires_grad: bool) -> None:
     """The sum of several forwards' losses; the model's output is that of its last block, whose hook comes first."""
     model = _chain(depth)
     model.forward = lambda x: _run_through(list(model.blocks), x)
@@ -329,22 +291,33 @@ def _several_forwards_in_a_backward(rank: int, world_size: int, depth: int, requ
                 assert (meter.hits, meter.misses) == ((expected, []) if depth else ([], expected))
 
 
-@pytest.mark.parametrize(("depth", "requires_grad"), [(0, True), (1, True), (2, True), (2, False)])
-def test_bound_of_several_forwards_in_a_backward(depth: int, requires_grad: bool) -> None:
-    run_ranks(2, _several_forwards_in_a_backward, depth, requires_grad)
-
-
 def _run_through(modules: list[nn.Module], x: Tensor) -> Tensor:
     for module in modules:
         x = module(x)
     return x
 
 
-def test_bound_when_the_order_changes() -> None:
-    run_ranks(2, _changing_order)
+@on_ranks(2)
+def test_bound_when_the_order_changes(rank: int, world_size: int) -> None:
+    """Blocks that are skipped, or come in another order than was learnt, do not break the bound."""
+    for depth in (1, 2):
+        model = _chain(depth)
+        with Meter() as meter:
+            for order in ([0, 1, 2, 3, 4, 5], [0, 2, 4], [5, 3, 1], [0, 1, 2, 3, 4, 5], [1, 1, 4, 1], [2, 0]):
+                model.forward = lambda x, model=model, order=order: model.out(
+                    _run_through([model.inp, *(model.blocks[index] for index in order)], x)
+                )
+                meter.start_phase()
+                loss = model(torch.randn(2, WIDTH)).square().sum()
+                assert meter.peak_bytes <= (depth + 1) * BLOCK_BYTES, f"forward {order} at depth {depth}"
+                assert meter.block_bytes == BLOCK_BYTES, f"forward {order} at depth {depth}: {meter.blocks} left over"
+                loss.backward()
+                assert meter.peak_bytes <= (depth + 1) * BLOCK_BYTES, f"backward {order} at depth {depth}"
+                assert meter.block_bytes == meter.root_bytes == 0, f"backward {order} at depth {depth}"
 
 
-def _depth_after_explicit_unshard(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_bound_after_an_explicit_unshard(rank: int, world_size: int) -> None:
     """A block that the user gathers before the first forward counts until it is freed."""
     model = _chain(1)
     model.blocks[0].unshard(async_op=True)  # before the root has told it its name, which the meter goes by
@@ -355,10 +328,6 @@ def _depth_after_explicit_unshard(rank: int, world_size: int) -> None:
             model(torch.randn(2, WIDTH)).square().sum().backward()
             assert meter.peak_bytes == 2 * BLOCK_BYTES, f"iteration {iteration}"
             assert meter.block_bytes == 0
-
-
-def test_bound_after_an_explicit_unshard() -> None:
-    run_ranks(2, _depth_after_explicit_unshard)
 
 
 class Gathers:
@@ -372,7 +341,8 @@ class Gathers:
             self.labels.append(event.fqn)
 
 
-def _explicit_lists(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_explicit_prefetch_lists(rank: int, world_size: int) -> None:
     """The modules in a module's list are gathered when it begins, in that order, and none of the learnt order."""
     for depth in (0, 2):
         model = _chain(depth, root=True)
@@ -398,10 +368,6 @@ def _explicit_lists(rank: int, world_size: int) -> None:
             ], where
 
 
-def test_explicit_prefetch_lists() -> None:
-    run_ranks(2, _explicit_lists)
-
-
 class Words(nn.Module):
     """An embedding, whose backward does not need its table, before blocks."""
 
@@ -414,7 +380,8 @@ class Words(nn.Module):
         return _run_through([self.table, *self.blocks], tokens)
 
 
-def _not_needed_in_backward(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_unshard_in_backward(rank: int, world_size: int) -> None:
     """Neither its backward, nor the learnt order, nor an explicit list gathers the table; its gradient is the same."""
     gradients = []
     for needed, explicit in ((True, False), (False, False), (False, True)):
@@ -437,10 +404,6 @@ def _not_needed_in_backward(rank: int, world_size: int) -> None:
     assert all(torch.equal(gradient, gradients[0]) for gradient in gradients)
 
 
-def test_unshard_in_backward() -> None:
-    run_ranks(2, _not_needed_in_backward)
-
-
 class Reductions:
     """How many reduce-scatters are running, and how many were at most."""
 
@@ -452,7 +415,8 @@ class Reductions:
         self.peak = max(self.peak, self.running)
 
 
-def _reductions_at_once(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_reductions_at_once(rank: int, world_size: int) -> None:
     """At most ``max_input_buffers`` groups' gradients are in reduction, and so many there are."""
     for most in (1, 2, 4):
         model = _chain()
@@ -463,11 +427,8 @@ def _reductions_at_once(rank: int, world_size: int) -> None:
         assert (reductions.running, reductions.peak) == (0, most)
 
 
-def test_reductions_at_once() -> None:
-    run_ranks(2, _reductions_at_once)
-
-
-def _not_the_last_backward(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_backward_that_is_not_the_last_leaves_no_reduction_running(rank: int, world_size: int) -> None:
     """On a CPU nothing but a wait ends a reduction, so none runs on when its gradients may be zeroed or stepped on."""
     model = _chain()
     batch = torch.randn(2, WIDTH)
@@ -485,11 +446,8 @@ def _not_the_last_backward(rank: int, world_size: int) -> None:
     assert all(torch.equal(p.grad.to_local(), one) for p, one in zip(model.parameters(), once, strict=True))
 
 
-def test_a_backward_that_is_not_the_last_leaves_no_reduction_running() -> None:
-    run_ranks(2, _not_the_last_backward)
-
-
-def _between_forward_and_backward(rank: int, world_size: int) -> None:
+@on_ranks(2, 4)
+def test_reshard_after_forward(rank: int, world_size: int) -> None:
     for reshard, root in ((True, None), (True, True), (False, None), (False, False), (False, True), (None, None)):
         model = _chain(root=root, reshard_after_forward=reshard)
         with Meter() as meter:
@@ -502,12 +460,8 @@ def _between_forward_and_backward(rank: int, world_size: int) -> None:
                 assert (meter.block_bytes, meter.root_bytes) == (0, 0), where
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_reshard_after_forward(world_size: int) -> None:
-    run_ranks(world_size, _between_forward_and_backward)
-
-
-def _kept_on_neighbours(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_reshard_after_forward_to_neighbours(rank: int, world_size: int) -> None:
     model = _chain(root=True, reshard_after_forward=2)
     blocks = [state_of(block) for block in model.blocks]
     params = [param for state in blocks for group in state.groups for param in group.params]
@@ -521,11 +475,23 @@ def _kept_on_neighbours(rank: int, world_size: int) -> None:
             assert not any(param.kept for param in params)
 
 
-def test_reshard_after_forward_to_neighbours() -> None:
-    run_ranks(4, _kept_on_neighbours)
+@on_ranks(2)
+def test_forward_while_an_exception_is_handled(rank: int, world_size: int) -> None:
+    """A forward that an except clause runs, such as one tried again on a smaller batch, has not failed."""
+    model = _chain()
+    with Meter() as meter:
+        for _ in range(2):
+            try:
+                raise ValueError("on purpose")
+            except ValueError:
+                loss = model(torch.randn(2, WIDTH)).square().sum()
+                assert (meter.block_bytes, meter.root_bytes) == (BLOCK_BYTES, ROOT_BYTES)
+            loss.backward()
+            assert meter.block_bytes + meter.root_bytes == 0
 
 
-def _kept_by_settings(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_settings_that_keep_parameters(rank: int, world_size: int) -> None:
     model = _chain()
     with Meter() as meter:
         model.set_reshard_after_forward(False)
@@ -561,29 +527,8 @@ def _kept_by_settings(rank: int, world_size: int) -> None:
         assert (meter.block_bytes, meter.root_bytes) == (BLOCK_BYTES, 0)
 
 
-def _kept_while_an_exception_is_handled(rank: int, world_size: int) -> None:
-    """A forward that an except clause runs, such as one tried again on a smaller batch, has not failed."""
-    model = _chain()
-    with Meter() as meter:
-        for _ in range(2):
-            try:
-                raise ValueError("on purpose")
-            except ValueError:
-                loss = model(torch.randn(2, WIDTH)).square().sum()
-                assert (meter.block_bytes, meter.root_bytes) == (BLOCK_BYTES, ROOT_BYTES)
-            loss.backward()
-            assert meter.block_bytes + meter.root_bytes == 0
-
-
-def test_forward_while_an_exception_is_handled() -> None:
-    run_ranks(2, _kept_while_an_exception_is_handled)
-
-
-def test_settings_that_keep_parameters() -> None:
-    run_ranks(2, _kept_by_settings)
-
-
-def _kept_on_neighbours_no_more(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_a_setting_takes_the_place_of_neighbours(rank: int, world_size: int) -> None:
     model = _chain(reshard_after_forward=2)
     model.set_reshard_after_forward(True)
     with Meter() as meter:
@@ -592,7 +537,3 @@ def _kept_on_neighbours_no_more(rank: int, world_size: int) -> None:
         groups = [group for module in (model, *model.blocks) for group in state_of(module).groups]
         assert not any(param.kept for group in groups for param in group.params)
         loss.backward()
-
-
-def test_a_setting_takes_the_place_of_neighbours() -> None:
-    run_ranks(4, _kept_on_neighbours_no_more)

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.distributed.tensor import DTensor, Replicate
 
 import shardkit.core as shardkit
-from tests.support import rank_mesh, run_ranks
+from tests.support import on_ranks, rank_mesh, run_ranks
 from tests.support.twins import Twins, assert_close, batch
 
 DTYPES = {
@@ -174,7 +174,9 @@ def _optimizer_states(rank: int, api: Any, mesh: Any, sync: bool) -> list[Any]:
     return [*tensors, *(parameter.grad for parameter in models[1].parameters())]
 
 
-def _loads_states(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_optimizer_states_are_loaded_while_gradients_are_pending(rank: int, world_size: int) -> None:
+    """In torch a gradient is a sign that states exist; if there is none, it initialises them by a step with lr=0."""
     mesh = rank_mesh((world_size,))
     for sync in (False, True):
         seen, expected = (_optimizer_states(rank, api, mesh, sync) for api in (shardkit, stock))
@@ -183,11 +185,6 @@ def _loads_states(rank: int, world_size: int) -> None:
             assert (one is None) == (other is None)
             if one is not None:
                 assert_close(*(x.to_local() if isinstance(x, DTensor) else x for x in (one, other)), "state")
-
-
-def test_optimizer_states_are_loaded_while_gradients_are_pending() -> None:
-    """In torch a gradient is a sign that states exist; if there is none, it initialises them by a step with lr=0."""
-    run_ranks(2, _loads_states)
 
 
 # -- reducing and changing them on purpose -----------------------------------------------------------------------------
@@ -238,7 +235,13 @@ def _accumulate(twins: Twins, *, hybrid: bool) -> None:
         twins.backward(_loss)
 
 
-def _synchronizes(rank: int, world_size: int, mesh: str, reduce_dtype: torch.dtype | None) -> None:
+@pytest.mark.parametrize("reduce_dtype", [None, torch.float64])
+@pytest.mark.parametrize(("world_size", "mesh"), ON_MESHES)
+@on_ranks()
+def test_they_are_read_written_and_reduced(
+    rank: int, world_size: int, mesh: str, reduce_dtype: torch.dtype | None
+) -> None:
+    """Also where the last micro-batch is the first that uses a parameter, or leaves out another: not so in stock."""
     make = _shard_all(MESHES[mesh](world_size), shardkit.MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
     twins = Twins.of(rank, world_size, _Skipping, make)
     twins.sharded.synchronize_gradients()  # before the first forward there are none
@@ -265,14 +268,8 @@ def _synchronizes(rank: int, world_size: int, mesh: str, reduce_dtype: torch.dty
         twins.check_parameters()
 
 
-@pytest.mark.parametrize("reduce_dtype", [None, torch.float64])
-@pytest.mark.parametrize(("world_size", "mesh"), ON_MESHES)
-def test_they_are_read_written_and_reduced(world_size: int, mesh: str, reduce_dtype: torch.dtype | None) -> None:
-    """Also where the last micro-batch is the first that uses a parameter, or leaves out another: not so in stock."""
-    run_ranks(world_size, _synchronizes, mesh, reduce_dtype)
-
-
-def _reads(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_what_can_be_read(rank: int, world_size: int) -> None:
     model: Any = _Skipping()
     _shard_all(MESHES["hsdp"](world_size))(model)
     model.set_requires_gradient_sync(False)
@@ -304,14 +301,12 @@ def _reads(rank: int, world_size: int) -> None:
     assert len(refused) == 2
 
 
-def test_what_can_be_read() -> None:
-    run_ranks(4, _reads)
-
-
 # -- zeroing, steps, clipping ------------------------------------------------------------------------------------------
 
 
-def _zeroes(rank: int, world_size: int, mesh: str) -> None:
+@pytest.mark.parametrize(("world_size", "mesh"), ON_MESHES)
+@on_ranks()
+def test_zero_grad_of_a_module_drops_what_is_below_it(rank: int, world_size: int, mesh: str) -> None:
     """One module of a group of several; its sibling, and a parameter that both use, once in each order."""
 
     def build() -> nn.Module:
@@ -343,11 +338,8 @@ def _zeroes(rank: int, world_size: int, mesh: str) -> None:
 
 
 @pytest.mark.parametrize(("world_size", "mesh"), ON_MESHES)
-def test_zero_grad_of_a_module_drops_what_is_below_it(world_size: int, mesh: str) -> None:
-    run_ranks(world_size, _zeroes, mesh)
-
-
-def _refuses(rank: int, world_size: int, mesh: str) -> None:
+@on_ranks()
+def test_a_step_or_a_norm_without_them_is_refused(rank: int, world_size: int, mesh: str) -> None:
     options = {"mesh": MESHES[mesh](world_size)}
     layers: Any = _Layers()
     layers.shard(shardkit, **options)
@@ -386,12 +378,8 @@ def _refuses(rank: int, world_size: int, mesh: str) -> None:
         use()
 
 
-@pytest.mark.parametrize(("world_size", "mesh"), ON_MESHES)
-def test_a_step_or_a_norm_without_them_is_refused(world_size: int, mesh: str) -> None:
-    run_ranks(world_size, _refuses, mesh)
-
-
-def _steps_with_a_closure(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_closure_that_leaves_them_is_refused(rank: int, world_size: int) -> None:
     model: Any = _Skipping()
     _shard_all(rank_mesh((world_size,)))(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -408,11 +396,8 @@ def _steps_with_a_closure(rank: int, world_size: int) -> None:
         optimizer.step(closure)
 
 
-def test_a_closure_that_leaves_them_is_refused() -> None:
-    run_ranks(2, _steps_with_a_closure)
-
-
-def _freezes_and_casts(rank: int, world_size: int) -> None:
+@on_ranks(2, 4)
+def test_sums_of_hsdp_of_frozen_and_cast_parameters(rank: int, world_size: int) -> None:
     """A parameter frozen before the all-reduce gets the gradient of the backwards before. A cast is refused."""
     twins = Twins.of(rank, world_size, _Skipping, _shard_all(MESHES["hsdp"](world_size)))
     for frozen in (False, True):
@@ -429,12 +414,9 @@ def _freezes_and_casts(rank: int, world_size: int) -> None:
         twins.sharded.double()
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_sums_of_hsdp_of_frozen_and_cast_parameters(world_size: int) -> None:
-    run_ranks(world_size, _freezes_and_casts)
-
-
-def _unused(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_zeros_of_unused_modules_are_reduced_once(rank: int, world_size: int) -> None:
+    """Only in the backward that all-reduces the sums of an unused module."""
     model: Any = _Skipping()
     _shard_all(MESHES["hsdp"](world_size))(model)
     launched: list[int] = []
@@ -448,18 +430,10 @@ def _unused(rank: int, world_size: int) -> None:
     assert launched == [1, 0, 1], launched
 
 
-def test_zeros_of_unused_modules_are_reduced_once() -> None:
-    """Only in the backward that all-reduces the sums of an unused module."""
-    run_ranks(4, _unused)
-
-
-def _assigns_replicated(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_reduced_gradient_is_added_to_its_like_only(rank: int, world_size: int) -> None:
     model: Any = shardkit.fully_shard(nn.Linear(4, world_size, bias=False))
     model(batch(rank, 2, 4)).sum().backward()
     model.weight.grad = model.weight.grad.redistribute(placements=[Replicate()])
     with pytest.raises(RuntimeError, match=r"'weight' was assigned a gradient with \(Replicate\(\),\), and"):
         model(batch(rank, 2, 4)).sum().backward()
-
-
-def test_a_reduced_gradient_is_added_to_its_like_only() -> None:
-    run_ranks(2, _assigns_replicated)

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from shardkit.core import MixedPrecisionPolicy, events, fully_shard, share_comm_ctx
 from shardkit.core.engine.group import FSDPParamGroup
 from shardkit.core.engine.step import state_of
-from tests.support import networked_mesh, rank_mesh, run_ranks
+from tests.support import networked_mesh, on_ranks, rank_mesh, run_ranks
 from tests.support.models import Block
 from tests.support.twins import batch
 
@@ -151,7 +151,11 @@ def _train(model: Any, rank: int, step: Step, meter: Meter) -> tuple[list[Tensor
     return gradients, counts
 
 
-def _within_budgets(rank: int, world_size: int, kind: str, step: Step) -> None:
+@pytest.mark.daily(kind=["networked"])
+@pytest.mark.parametrize("step", [_one_forward, _several_forwards, _changing_order, _accumulate, _listed])
+@pytest.mark.parametrize("kind", MESHES)
+@on_ranks(2)
+def test_budget_is_kept_and_used(rank: int, world_size: int, kind: str, step: Step) -> None:
     mesh = MESHES[kind]((world_size,))
     expected, plain = _train(_tower(mesh, root=True), rank, step, Meter())
     model = _tower(mesh)
@@ -176,13 +180,6 @@ def _within_budgets(rank: int, world_size: int, kind: str, step: Step) -> None:
     assert sum(before) < sum(plain)
 
 
-@pytest.mark.daily(kind=["networked"])
-@pytest.mark.parametrize("step", [_one_forward, _several_forwards, _changing_order, _accumulate, _listed])
-@pytest.mark.parametrize("kind", MESHES)
-def test_budget_is_kept_and_used(kind: str, step: Step) -> None:
-    run_ranks(2, _within_budgets, kind, step)
-
-
 @pytest.mark.parametrize("world_size", [1, 3, 4])
 def test_budget_on_other_world_sizes(world_size: int) -> None:
     run_ranks(world_size, _gathered_once, "networked")
@@ -205,7 +202,8 @@ def _gathered_once(rank: int, world_size: int, kind: str) -> None:
         assert meter.now == 0
 
 
-def _ahead(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_budget_is_the_number_of_groups_that_fit(rank: int, world_size: int) -> None:
     """How many equal blocks are under way when the first one runs, and how many stay, by the number that has room."""
     mesh = rank_mesh((world_size,))
     for room in range(1, 7):
@@ -226,14 +224,11 @@ def _ahead(rank: int, world_size: int) -> None:
             assert meter.peak == room * 8 * 8 * 4
 
 
-def test_a_budget_is_the_number_of_groups_that_fit() -> None:
-    run_ranks(2, _ahead)
-
-
 # -- budgets that are too small ----------------------------------------------------------------------------------------
 
 
-def _too_small(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_budget_that_is_too_small_names_the_group(rank: int, world_size: int) -> None:
     mesh = networked_mesh((world_size,))
     model = _tower(mesh)
     _one_forward(model, rank, 0)
@@ -263,11 +258,8 @@ def _too_small(rank: int, world_size: int) -> None:
     assert meter.peak <= held + 2 * largest
 
 
-def test_a_budget_that_is_too_small_names_the_group() -> None:
-    run_ranks(2, _too_small)
-
-
-def _held_by_the_user(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_what_the_user_unshards_counts(rank: int, world_size: int) -> None:
     """Blocks that the user unshards stay and count, and are refused if there is no room for them."""
     mesh = rank_mesh((world_size,))
     model = _tower(mesh)
@@ -293,11 +285,8 @@ def _held_by_the_user(rank: int, world_size: int) -> None:
     assert meter.peak <= budget
 
 
-def test_what_the_user_unshards_counts() -> None:
-    run_ranks(2, _held_by_the_user)
-
-
-def _refused(rank: int, world_size: int) -> None:
+@on_ranks(1)
+def test_what_is_no_budget_is_refused(rank: int, world_size: int) -> None:
     for wrong in (0, -1, 1.5, True, "1GB"):
         with pytest.raises(ValueError, match=r"positive number of bytes or None"):
             _tower(None, wrong)
@@ -314,11 +303,8 @@ def _refused(rank: int, world_size: int) -> None:
         below(torch.ones(2, WIDTH))
 
 
-def test_what_is_no_budget_is_refused() -> None:
-    run_ranks(1, _refused)
-
-
-def _frozen_before_anything_trains(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_frozen_groups_that_backward_does_not_need(rank: int, world_size: int) -> None:
     """Backward skips a block whose output needs no gradient, so the block is neither kept nor gathered for it."""
     for budget in (None, EVERYTHING):
         model = _tower(rank_mesh((world_size,)), budget)
@@ -330,16 +316,6 @@ def _frozen_before_anything_trains(rank: int, world_size: int) -> None:
             with events.subscribe(meter):
                 output.sum().backward()
             assert "blocks.0" not in meter.gathers
-
-
-def test_frozen_groups_that_backward_does_not_need() -> None:
-    run_ranks(2, _frozen_before_anything_trains)
-
-
-def _kept_after_evaluation(rank: int, world_size: int) -> None:
-    """`reshard_after_forward=False` keeps the groups that fit, also when no backward follows."""
-    model = _tower(rank_mesh((world_size,)), EVERYTHING, reshard_after_forward=False)
-    _counts_of_evaluations(model, rank, [7, 0, 0])
 
 
 def _counts_of_evaluations(model: Any, rank: int, expected: Sequence[int]) -> None:
@@ -359,8 +335,11 @@ def _counts_of_evaluations(model: Any, rank: int, expected: Sequence[int]) -> No
         assert torch.equal(again, model(batch(rank, 4, WIDTH))), "a stale parameter was used"
 
 
-def test_evaluation_with_parameters_kept() -> None:
-    run_ranks(2, _kept_after_evaluation)
+@on_ranks(2)
+def test_evaluation_with_parameters_kept(rank: int, world_size: int) -> None:
+    """`reshard_after_forward=False` keeps the groups that fit, also when no backward follows."""
+    model = _tower(rank_mesh((world_size,)), EVERYTHING, reshard_after_forward=False)
+    _counts_of_evaluations(model, rank, [7, 0, 0])
 
 
 # -- nested, recomputed, in a new order --------------------------------------------------------------------------------
@@ -419,7 +398,9 @@ def _bytes_held(model: nn.Module) -> int:
     )
 
 
-def _beside_a_depth(rank: int, world_size: int, mesh: str) -> None:
+@pytest.mark.parametrize("mesh", MESHES)
+@on_ranks(2)
+def test_a_budget_holds_beside_a_root_with_a_depth(rank: int, world_size: int, mesh: str) -> None:
     """Two roots share lanes; the backward of the one with a budget follows a forward of the one with a depth."""
     bounded, other = (_tower(MESHES[mesh]((world_size,))) for _ in range(2))
     share_comm_ctx([bounded, other])
@@ -444,12 +425,8 @@ def _beside_a_depth(rank: int, world_size: int, mesh: str) -> None:
     assert needs[-1] < most <= budget
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-def test_a_budget_holds_beside_a_root_with_a_depth(mesh: str) -> None:
-    run_ranks(2, _beside_a_depth, mesh)
-
-
-def _budget_then_depth(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_depth_after_a_budget(rank: int, world_size: int) -> None:
     """After a change to a depth only the depth counts: the same gathers, and the same memory, as without the change."""
     meters = []
     for budget in (False, True):
@@ -471,7 +448,3 @@ def _budget_then_depth(rank: int, world_size: int) -> None:
                 _one_forward(model, rank, step)
     assert meters[0].peak == meters[1].peak
     assert meters[0].gathers == meters[1].gathers
-
-
-def test_a_depth_after_a_budget() -> None:
-    run_ranks(2, _budget_then_depth)

@@ -28,7 +28,7 @@ from shardkit.core.runtime.custom import CustomTransport
 from shardkit.core.runtime.lanes import make_lane
 from shardkit.core.runtime.plan import SMALL_BYTES, Mean, Transport
 from tests.core.runtime.cases import BF16, CPU, F32, Case, case, flats_for, gather_plan, reduce_plan
-from tests.support import rank_mesh, run_ranks
+from tests.support import on_ranks, rank_mesh, run_ranks
 
 WORLD_SIZES = (8, 256, 2048)
 ROWS = 4096
@@ -114,7 +114,21 @@ def _programs(over: Transport, one: Case) -> tuple[Counter[str], int]:
     return _counted(work)
 
 
-def _programs_do_not_grow(rank: int, world_size: int, kind: str, name: str) -> None:
+PAIRS = [
+    *(("packed", name) for name in CASES if name != "in place"),
+    ("direct", "in place"),
+    ("direct", "mixed dtypes"),
+    ("custom", "uneven"),
+    ("compressed", "uneven"),
+    ("compressed", "other dims"),
+]
+
+
+@pytest.mark.parametrize(("kind", "name"), PAIRS)
+@on_ranks(1, isolated=True)
+def test_programs_run_as_many_operators_for_any_number_of_ranks(
+    rank: int, world_size: int, kind: str, name: str
+) -> None:
     counts = []
     for ranks in WORLD_SIZES:
         group = _as_rank_0_of(ranks)
@@ -129,21 +143,6 @@ def _programs_do_not_grow(rank: int, world_size: int, kind: str, name: str) -> N
     few = len(CASES[name].shapes) * (12 if kind == "compressed" else 1)
     assert max(operators) <= min(operators) + 6 * few, counts
     assert max(calls) <= min(calls) + 25 * few, calls
-
-
-PAIRS = [
-    *(("packed", name) for name in CASES if name != "in place"),
-    ("direct", "in place"),
-    ("direct", "mixed dtypes"),
-    ("custom", "uneven"),
-    ("compressed", "uneven"),
-    ("compressed", "other dims"),
-]
-
-
-@pytest.mark.parametrize(("kind", "name"), PAIRS)
-def test_programs_run_as_many_operators_for_any_number_of_ranks(kind: str, name: str) -> None:
-    run_ranks(1, _programs_do_not_grow, kind, name, isolated=True)
 
 
 # -- fully_shard -------------------------------------------------------------------------------------------------------
@@ -182,7 +181,8 @@ def _step(model: Any, x: Tensor) -> None:
     model.zero_grad()
 
 
-def _steps_do_not_grow(rank: int, world_size: int) -> None:
+@on_ranks(1, isolated=True)
+def test_a_step_runs_as_many_operators_for_any_number_of_ranks(rank: int, world_size: int) -> None:
     counts = []
     for ranks in WORLD_SIZES:
         _as_rank_0_of(ranks)
@@ -195,11 +195,8 @@ def _steps_do_not_grow(rank: int, world_size: int) -> None:
     assert max(calls) <= 1.1 * min(calls), calls
 
 
-def test_a_step_runs_as_many_operators_for_any_number_of_ranks() -> None:
-    run_ranks(1, _steps_do_not_grow, isolated=True)
-
-
-def _sharding_does_not_grow(rank: int, world_size: int) -> None:
+@on_ranks(1, isolated=True)
+def test_sharding_and_a_first_step_take_as_many_calls_for_any_number_of_ranks(rank: int, world_size: int) -> None:
     sharding, first = {}, {}
     # The first time counts what is made once, also DTensor's plans for each size of a mesh.
     for ranks in (size for size in WORLD_SIZES for _ in range(2)):
@@ -212,11 +209,8 @@ def _sharding_does_not_grow(rank: int, world_size: int) -> None:
     assert max(first.values()) <= 1.1 * min(first.values()), first
 
 
-def test_sharding_and_a_first_step_take_as_many_calls_for_any_number_of_ranks() -> None:
-    run_ranks(1, _sharding_does_not_grow, isolated=True)
-
-
-def _owned_rows_are_long(rank: int, world_size: int) -> None:
+@on_ranks(1, isolated=True)
+def test_owned_parameters_among_many_ranks_are_told_of(rank: int, world_size: int) -> None:
     one = replace(case(*((((1024, 1024), 0, BF16),) * 7)), owners={i: i for i in range(7)})
     for ranks, told in ((8, False), (64, True)):
         over = C10dTransport(_as_rank_0_of(ranks), CPU, direct=False)
@@ -230,11 +224,8 @@ def _owned_rows_are_long(rank: int, world_size: int) -> None:
         assert all("14680064 bytes of parameters travel in a buffer of 134217728 bytes" in text for text in said)
 
 
-def test_owned_parameters_among_many_ranks_are_told_of() -> None:
-    run_ranks(1, _owned_rows_are_long, isolated=True)
-
-
-def _memory_does_not_grow(rank: int, world_size: int) -> None:
+@on_ranks(1, isolated=True)
+def test_a_parameter_takes_as_much_memory_for_any_number_of_ranks(rank: int, world_size: int) -> None:
     taken = {}
     # The first time counts objects that are made once; with torch 2.15 also DTensor's plans for each size of a mesh.
     for ranks in (size for size in WORLD_SIZES for _ in range(2)):
@@ -254,10 +245,6 @@ def _memory_does_not_grow(rank: int, world_size: int) -> None:
     assert max(taken.values()) <= min(taken.values()) + 2048, taken
 
 
-def test_a_parameter_takes_as_much_memory_for_any_number_of_ranks() -> None:
-    run_ranks(1, _memory_does_not_grow, isolated=True)
-
-
 def _narrow_layers(groups: int) -> Any:
     """A sharded model of so many groups of 64 bytes."""
     model: Any = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(groups)))
@@ -266,7 +253,8 @@ def _narrow_layers(groups: int) -> Any:
     return fully_shard(model)
 
 
-def _budget_does_not_grow(rank: int, world_size: int) -> None:
+@on_ranks(1, isolated=True)
+def test_a_group_costs_as_much_among_many_others(rank: int, world_size: int) -> None:
     """The calls that a group costs within a budget are as many in a model with five times as many groups."""
     _as_rank_0_of(2)
     each = []
@@ -282,11 +270,9 @@ def _budget_does_not_grow(rank: int, world_size: int) -> None:
         assert many <= 1.15 * few, each
 
 
-def test_a_group_costs_as_much_among_many_others() -> None:
-    run_ranks(1, _budget_does_not_grow, isolated=True)
-
-
-def _first_step_does_not_grow(rank: int, world_size: int, part: float) -> None:
+@pytest.mark.parametrize("part", [0.0, 0.5, 2.0])
+@on_ranks(1, isolated=True)
+def test_a_first_step_decides_as_quickly_among_many_groups(rank: int, world_size: int, part: float) -> None:
     """No order is known yet and the budget is full: finding a group to free must not look through all groups."""
     _as_rank_0_of(2)
     each = []
@@ -298,12 +284,10 @@ def _first_step_does_not_grow(rank: int, world_size: int, part: float) -> None:
     assert each[1] <= 1.15 * each[0], each
 
 
-@pytest.mark.parametrize("part", [0.0, 0.5, 2.0])
-def test_a_first_step_decides_as_quickly_among_many_groups(part: float) -> None:
-    run_ranks(1, _first_step_does_not_grow, part, isolated=True)
-
-
-def _loads_do_not_grow(rank: int, world_size: int, assign: bool, tied: bool) -> None:
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("assign", [False, True])
+@on_ranks(1, isolated=True)
+def test_a_load_costs_as_much_per_module_of_a_large_group(rank: int, world_size: int, assign: bool, tied: bool) -> None:
     """`load_state_dict` calls hooks for each module of a group, which must not look at the whole group.
 
     torch's own work is not counted: it filters the whole state dict for each module.
@@ -323,13 +307,8 @@ def _loads_do_not_grow(rank: int, world_size: int, assign: bool, tied: bool) -> 
     assert each[1] <= 1.15 * each[0], each
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("assign", [False, True])
-def test_a_load_costs_as_much_per_module_of_a_large_group(assign: bool, tied: bool) -> None:
-    run_ranks(1, _loads_do_not_grow, assign, tied, isolated=True)
-
-
-def _set_up_costs_less_than_a_step(rank: int, world_size: int) -> None:
+@on_ranks(1, isolated=True)
+def test_a_first_step_costs_little_more_than_a_later_one(rank: int, world_size: int) -> None:
     """The first step does the work of any step, and sets up each parameter once."""
     _as_rank_0_of(8)
     x = torch.ones(ROWS, requires_grad=True)
@@ -339,10 +318,6 @@ def _set_up_costs_less_than_a_step(rank: int, world_size: int) -> None:
     _step(model, x)
     later = _calls(lambda: _step(model, x))
     assert first <= 1.6 * later, (first, later)
-
-
-def test_a_first_step_costs_little_more_than_a_later_one() -> None:
-    run_ranks(1, _set_up_costs_less_than_a_step, isolated=True)
 
 
 # -- calls, ours beside stock's ----------------------------------------------------------------------------------------
@@ -379,7 +354,9 @@ def _calls_of_a_later_step(library: ModuleType, mesh: Any, budget: int | None = 
     return _calls(lambda: _step(model, x))
 
 
-def _a_step_takes_fewer_calls_than_stocks(rank: int, world_size: int, ranks: int) -> None:
+@pytest.mark.parametrize("ranks", [8, 1024])
+@on_ranks(1, isolated=True)
+def test_a_step_takes_fewer_calls_than_stocks(rank: int, world_size: int, ranks: int) -> None:
     _as_rank_0_of(ranks)
     mesh = rank_mesh((ranks,))
     theirs, ours = (_calls_of_a_later_step(library, mesh) for library in (stock, shardkit.core))
@@ -390,12 +367,8 @@ def _a_step_takes_fewer_calls_than_stocks(rank: int, world_size: int, ranks: int
         assert within <= CALLS_WITH_BUDGET * ours, (part, within, ours)
 
 
-@pytest.mark.parametrize("ranks", [8, 1024])
-def test_a_step_takes_fewer_calls_than_stocks(ranks: int) -> None:
-    run_ranks(1, _a_step_takes_fewer_calls_than_stocks, ranks, isolated=True)
-
-
-def _a_step_after_an_optimizers(rank: int, world_size: int) -> None:
+@on_ranks(1)
+def test_a_step_on_one_rank_gathers_nothing_after_an_optimizers(rank: int, world_size: int) -> None:
     """Shards that are the unsharded parameters are up to date after an optimizer has written to them."""
     model: Any = nn.Sequential(*(Scales() for _ in range(GROUPS)))
     for module in (*model, model):
@@ -409,10 +382,6 @@ def _a_step_after_an_optimizers(rank: int, world_size: int) -> None:
             optimizer.step()
         model.zero_grad()
     assert counts[-1] == counts[2]  # the order is learnt by then
-
-
-def test_a_step_on_one_rank_gathers_nothing_after_an_optimizers() -> None:
-    run_ranks(1, _a_step_after_an_optimizers)
 
 
 # -- the comparison of models at the start -----------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardkit.core import fully_shard
-from tests.support import rank_mesh, run_ranks
+from tests.support import on_ranks, rank_mesh, run_ranks
 from tests.support.meshes import networked_mesh
 from tests.support.twins import Twins, batch
 
@@ -127,19 +127,16 @@ def _both(model: nn.Module, rank: int) -> Tensor:
     return loss
 
 
-def _train(rank: int, world_size: int, kind: str, way: str) -> None:
+@pytest.mark.daily(kind=["networked"], way=["attribute", "dict of lists", "global", "closure"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", MESHES)
+@on_ranks(2)
+def test_a_loss_kept_aside(rank: int, world_size: int, kind: str, way: str) -> None:
     for depth in (1, 0, 2):
         twins = _twins(rank, world_size, kind, way)
         twins.sharded.set_prefetch_depth(depth)
         for _ in range(3):
             twins.step(_both)
-
-
-@pytest.mark.daily(kind=["networked"], way=["attribute", "dict of lists", "global", "closure"])
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", MESHES)
-def test_a_loss_kept_aside(kind: str, way: str) -> None:
-    run_ranks(2, _train, kind, way)
 
 
 # Which of four forwards each backward is over, in order.
@@ -227,7 +224,16 @@ def _fill_a_part(x: Tensor) -> None:
 CHANGES = {"add": _add_one, "scale a part": _scale_a_part, "fill a part": _fill_a_part}
 
 
-def _change_views(rank: int, world_size: int, kind: str, change: str, hooked: bool) -> None:
+def _replace(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return (output * 3)[:]
+
+
+@pytest.mark.daily(kind=["networked"])
+@pytest.mark.parametrize("hooked", [False, True], ids=["plain", "with a hook that replaces outputs"])
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("kind", MESHES)
+@on_ranks(2)
+def test_outputs_changed_in_place(rank: int, world_size: int, kind: str, change: str, hooked: bool) -> None:
     mesh = MESHES[kind]((world_size,))
 
     def shard(model: Viewed) -> None:
@@ -244,18 +250,6 @@ def _change_views(rank: int, world_size: int, kind: str, change: str, hooked: bo
             block.register_forward_hook(_replace)
     for _ in range(3):
         twins.step(lambda model, rank: model(batch(rank, 64, WIDTH)).square().sum())
-
-
-def _replace(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-    return (output * 3)[:]
-
-
-@pytest.mark.daily(kind=["networked"])
-@pytest.mark.parametrize("hooked", [False, True], ids=["plain", "with a hook that replaces outputs"])
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("kind", MESHES)
-def test_outputs_changed_in_place(kind: str, change: str, hooked: bool) -> None:
-    run_ranks(2, _change_views, kind, change, hooked)
 
 
 # -- cases that cannot be supported raise ------------------------------------------------------------------------------
@@ -323,18 +317,15 @@ def _around(act: str) -> Callable[[int, int], Twins]:
     return twins
 
 
-def _acts_on_input(rank: int, world_size: int, act: str) -> None:
+@pytest.mark.parametrize("act", ["hook", "pass"])
+@on_ranks(2)
+def test_what_a_block_does_to_its_input(rank: int, world_size: int, act: str) -> None:
     twins = _around(act)(rank, world_size)
     if act == "pass":
         for parameter in (*twins.whole.block.parameters(), *twins.sharded.block.parameters()):
             parameter.requires_grad_(False)
     for _ in range(2):
         twins.step(lambda model, rank: model(batch(rank, 8, WIDTH)).square().sum())
-
-
-@pytest.mark.parametrize("act", ["hook", "pass"])
-def test_what_a_block_does_to_its_input(act: str) -> None:
-    run_ranks(2, _acts_on_input, act)
 
 
 def _changes_its_input(rank: int, world_size: int, act: str) -> str:
@@ -359,15 +350,12 @@ def _penalty(model: nn.Module, rank: int) -> Tensor:
     return output.square().mean() + gradient.square().mean()
 
 
-def _backward_through_backward(rank: int, world_size: int, kind: str) -> None:
+@pytest.mark.parametrize("kind", MESHES)
+@on_ranks(2)
+def test_a_gradient_penalty(rank: int, world_size: int, kind: str) -> None:
     twins = _twins(rank, world_size, kind, "attribute")
     for _ in range(2):
         twins.step(_penalty, lr=0.01)
-
-
-@pytest.mark.parametrize("kind", MESHES)
-def test_a_gradient_penalty(kind: str) -> None:
-    run_ranks(2, _backward_through_backward, kind)
 
 
 class _Force(nn.Module):
@@ -397,7 +385,10 @@ class _Molecule(nn.Module):
         return x.square().mean()
 
 
-def _inner_graphs(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_recomputation_whose_inner_backward_builds_a_graph(rank: int, world_size: int) -> None:
+    """In one backward over two forwards; stock ends with an error of torch, or a crash."""
+
     def shard(model: Any) -> None:
         for one in (model.force.energy, *model.after, model):
             fully_shard(one)
@@ -405,11 +396,6 @@ def _inner_graphs(rank: int, world_size: int) -> None:
     twins = Twins.of(rank, world_size, _Molecule, shard)
     for _ in range(2):
         twins.step(lambda model, of: model(batch(of, 3, WIDTH)) + model(batch(of + 10, 3, WIDTH)))
-
-
-def test_a_recomputation_whose_inner_backward_builds_a_graph() -> None:
-    """In one backward over two forwards; stock ends with an error of torch, or a crash."""
-    run_ranks(2, _inner_graphs)
 
 
 def _two_threads(rank: int, world_size: int) -> str:
@@ -453,7 +439,8 @@ class _Prompted(nn.Module):
         return x.detach()
 
 
-def _prompted(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_frozen_root_stays_for_a_graph_that_no_output_shows(rank: int, world_size: int) -> None:
     twins = Twins.of(rank, world_size, lambda: _Prompted().requires_grad_(False), fully_shard)
     gradients = []
     for model in (twins.sharded, twins.whole):
@@ -462,7 +449,3 @@ def _prompted(rank: int, world_size: int) -> None:
         GLOBALLY_KEPT.pop().backward()
         gradients.append(model.prompts[0].grad)
     torch.testing.assert_close(*gradients)
-
-
-def test_a_frozen_root_stays_for_a_graph_that_no_output_shows() -> None:
-    run_ranks(2, _prompted)

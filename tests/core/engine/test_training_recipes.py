@@ -5,14 +5,7 @@ import torch
 from torch import Tensor
 
 from tests.core.engine.training_recipes import RECIPES, Session
-from tests.support import run_ranks
-
-
-def _compare(rank: int, world_size: int, name: str) -> None:
-    expected, seen = _run(name, 1), _run(name, world_size)
-    assert [what for what, _ in seen] == [what for what, _ in expected]
-    for (what, one), (_, other) in zip(seen, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9, msg=lambda text, what=what: f"{what}: {text}")
+from tests.support import on_ranks
 
 
 def _run(name: str, ranks: int) -> list[tuple[str, Tensor]]:
@@ -25,5 +18,9 @@ def _run(name: str, ranks: int) -> list[tuple[str, Tensor]]:
 
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.filterwarnings("ignore")
-def test_two_ranks_train_as_one_process_does(name: str) -> None:
-    run_ranks(2, _compare, name)
+@on_ranks(2)
+def test_two_ranks_train_as_one_process_does(rank: int, world_size: int, name: str) -> None:
+    expected, seen = _run(name, 1), _run(name, world_size)
+    assert [what for what, _ in seen] == [what for what, _ in expected]
+    for (what, one), (_, other) in zip(seen, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9, msg=lambda text, what=what: f"{what}: {text}")

@@ -13,7 +13,7 @@ from torch.func import functional_call, grad, grad_and_value, hessian, jacfwd, j
 from torch.utils import _pytree as pytree
 
 import shardkit.core as shardkit
-from tests.support import rank_mesh, run_ranks
+from tests.support import on_ranks, rank_mesh, run_ranks
 from tests.support.models import Block
 
 X = torch.linspace(-1, 1, 24).reshape(4, 6)
@@ -76,7 +76,8 @@ def _results(api: Any, world_size: int, transform: Callable[[nn.Module], Any]) -
     return [*results, *_gradients(model)]
 
 
-def transforms(rank: int, world_size: int) -> None:
+@on_ranks(1, 2, timeout=120)
+def test_transforms(rank: int, world_size: int) -> None:
     for name, transform in (TRANSFORMS | BEYOND_STOCK).items():
         whole, seen = (_results(api, world_size, transform) for api in (None, shardkit))
         torch.testing.assert_close(seen, whole, msg=lambda message, name=name: f"{name}: {message}")
@@ -85,12 +86,9 @@ def transforms(rank: int, world_size: int) -> None:
             assert all(torch.equal(one, two) for one, two in zip(expected, seen, strict=True)), name
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_transforms(world_size: int) -> None:
-    run_ranks(world_size, transforms, timeout=120)
-
-
-def outer_backward(rank: int, world_size: int, reshard_after_forward: bool | None) -> None:
+@pytest.mark.parametrize("reshard_after_forward", [None, False])
+@on_ranks(2, timeout=120)
+def test_backward_outside(rank: int, world_size: int, reshard_after_forward: bool | None) -> None:
     """The gradients of parameters when the value of a transform is differentiated in turn."""
     for name, loss_of in OUTER.items():
         seen = []
@@ -102,11 +100,6 @@ def outer_backward(rank: int, world_size: int, reshard_after_forward: bool | Non
         torch.testing.assert_close(*seen, msg=lambda message, name=name: f"{name}: {message}")
 
 
-@pytest.mark.parametrize("reshard_after_forward", [None, False])
-def test_backward_outside(reshard_after_forward: bool | None) -> None:
-    run_ranks(2, outer_backward, reshard_after_forward, timeout=120)
-
-
 class Transposed(nn.Linear):
     """Beside its output, a view of its weight."""
 
@@ -114,7 +107,8 @@ class Transposed(nn.Linear):
         return super().forward(x), self.weight.t()
 
 
-def views_of_parameters(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_views_of_parameters(rank: int, world_size: int) -> None:
     """They are readable under a transform too when the module has been resharded."""
     torch.manual_seed(0)
     linear = Transposed(6, 4)
@@ -123,10 +117,6 @@ def views_of_parameters(rank: int, world_size: int) -> None:
     _, (_, seen) = grad(lambda x: (linear(x)[0].sum(), linear(x)), has_aux=True)(X)
     assert isinstance(linear.weight, DTensor)
     assert torch.equal(seen.detach(), weight)
-
-
-def test_views_of_parameters() -> None:
-    run_ranks(2, views_of_parameters)
 
 
 def other_values(rank: int, world_size: int) -> None:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from shardkit.core import Blocks, Owned, fully_shard, optimizer_step_on_shards
 from shardkit.core.checkpoint import CheckpointManager, TrainingState
 from tests.core.optimizer_steps.placed_training import assert_same, optimizer_for
-from tests.support import rank_mesh, run_ranks
+from tests.support import on_ranks, rank_mesh, run_ranks
 
 NAMES = ["AdamW8bit", "Lion8bit", "Adam", "SGD8bit"]
 
@@ -65,7 +65,10 @@ def local(values: Any) -> Any:
     return values.to_local().clone() if isinstance(values, DTensor) else copy.deepcopy(values)
 
 
-def _alike(rank: int, world_size: int, name: str) -> None:
+@pytest.mark.daily(world_size=[2])
+@pytest.mark.parametrize("name", NAMES)
+@on_ranks(1, 2, 4)
+def test_steps_as_on_plain_shards(rank: int, world_size: int, name: str) -> None:
     model, optimizer = build(world_size, name)
     plain = [nn.Parameter(p.to_local().clone()) for p in model.parameters()]
     reference = bitsandbytes(name, plain)
@@ -86,14 +89,9 @@ def _alike(rank: int, world_size: int, name: str) -> None:
         assert weight["absmax1"].shape == (64,), "all ranks' scales"
 
 
-@pytest.mark.daily(world_size=[2])
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_steps_as_on_plain_shards(world_size: int, name: str) -> None:
-    run_ranks(world_size, _alike, name)
-
-
-def _resumes(rank: int, world_size: int, name: str) -> None:
+@pytest.mark.parametrize("name", ["AdamW8bit", "Lion8bit"])
+@on_ranks(2)
+def test_a_loaded_state_dict_goes_on_with_the_same_bits(rank: int, world_size: int, name: str) -> None:
     model, optimizer = build(world_size, name)
     for number in range(3):
         step(model, optimizer, number)
@@ -106,11 +104,6 @@ def _resumes(rank: int, world_size: int, name: str) -> None:
     assert_same(local(dict(other.state_dict())), local(dict(model.state_dict())), "weights")
     for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
         assert_same(local(dict(resumed.state[theirs])), local(dict(optimizer.state[mine])), "state")
-
-
-@pytest.mark.parametrize("name", ["AdamW8bit", "Lion8bit"])
-def test_a_loaded_state_dict_goes_on_with_the_same_bits(name: str) -> None:
-    run_ranks(2, _resumes, name)
 
 
 def whole(values: Any) -> Any:
@@ -162,7 +155,8 @@ def test_a_checkpoint_of_two_ranks_loads_on_any_number(world_size: int, blocks: 
         assert_same(dict(enumerate(mine)), dict(enumerate(theirs)), "loaded")
 
 
-def _settings_of_one(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_settings_of_single_parameters_hold(rank: int, world_size: int) -> None:
     bnb = pytest.importorskip("bitsandbytes")
     model, optimizer = build(world_size, "AdamW8bit")
     manager = bnb.optim.GlobalOptimManager.get_instance()
@@ -178,21 +172,14 @@ def _settings_of_one(rank: int, world_size: int) -> None:
         assert optimizer.state[layer.weight]["state1"].to_local().dtype == torch.float32
 
 
-def test_settings_of_single_parameters_hold() -> None:
-    run_ranks(2, _settings_of_one)
-
-
-def _cut_through(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_blocks_that_cross_ranks_are_refused(rank: int, world_size: int) -> None:
     model, optimizer = build(world_size, "AdamW8bit")
     before = [p.to_local().clone() for p in model.parameters()]
     with pytest.raises(RuntimeError, match=r"'layers\.0\.weight' of shape \(256, 64\) .* not whole blocks of 256"):
         step(model, optimizer, 0)
     assert all(torch.equal(p.to_local(), old) for p, old in zip(model.parameters(), before, strict=True))
     assert all(isinstance(p, DTensor) for p in optimizer.param_groups[0]["params"])
-
-
-def test_blocks_that_cross_ranks_are_refused() -> None:
-    run_ranks(3, _cut_through)
 
 
 @pytest.mark.parametrize("name", ["LAMB8bit", "LARS8bit", "AdEMAMix8bit"])
@@ -203,7 +190,9 @@ def test_optimizers_that_read_whole_parameters_are_refused(name: str) -> None:
         optimizer_step_on_shards(cls([nn.Parameter(torch.ones(2))], lr=0.1, **options))
 
 
-def _torchao(rank: int, world_size: int, name: str) -> None:
+@pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit"])
+@on_ranks(2, timeout=120)
+def test_torchao_steps_as_on_dtensors(rank: int, world_size: int, name: str) -> None:
     warnings.simplefilter("ignore")
     models, optimizers = [], []
     for on_shards in (True, False):
@@ -222,8 +211,3 @@ def _torchao(rank: int, world_size: int, name: str) -> None:
         assert torch.equal(mine.to_local(), theirs.to_local())
         for key, value in optimizers[1].state[theirs].items():
             assert type(optimizers[0].state[mine][key]) is type(value), key
-
-
-@pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit"])
-def test_torchao_steps_as_on_dtensors(name: str) -> None:
-    run_ranks(2, _torchao, name, timeout=120)

@@ -14,10 +14,11 @@ from shardkit.core import (
     materialize,
     optimizer_step_on_shards,
 )
-from tests.support import networked_mesh, run_ranks
+from tests.support import networked_mesh, on_ranks
 
 
-def after_materialize(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_steps_after_materialize(rank: int, world_size: int) -> None:
     with torch.device("meta"):
         model = nn.Linear(4, 4, bias=False)
     fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
@@ -35,11 +36,14 @@ def after_materialize(rank: int, world_size: int) -> None:
     assert outputs == [4.0, 3.0, 2.0]
 
 
-def test_steps_after_materialize():
-    run_ranks(2, after_materialize)
+def _gather_or_forward(event: events.Event) -> str:
+    if isinstance(event, events.GatherStarted):
+        return f"gather {event.fqn}"
+    return f"forward {event.fqn}" if isinstance(event, events.ModuleBegan) and event.phase == "forward" else ""
 
 
-def prefetched_after_a_step(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_prefetch_after_a_step(rank: int, world_size: int) -> None:
     """Parameters that backward left unsharded are stale after a step, and are gathered again ahead of their use."""
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
     for layer in model:
@@ -57,17 +61,9 @@ def prefetched_after_a_step(rank: int, world_size: int) -> None:
             assert [one for one in heard if one][:8] == expected.split(", ")
 
 
-def _gather_or_forward(event: events.Event) -> str:
-    if isinstance(event, events.GatherStarted):
-        return f"gather {event.fqn}"
-    return f"forward {event.fqn}" if isinstance(event, events.ModuleBegan) and event.phase == "forward" else ""
-
-
-def test_prefetch_after_a_step():
-    run_ranks(2, prefetched_after_a_step)
-
-
-def written_while_gathered(rank: int, world_size: int, networked: bool) -> None:
+@pytest.mark.parametrize("networked", [False, True])
+@on_ranks(2)
+def test_writes_while_a_gather_is_under_way(rank: int, world_size: int, networked: bool) -> None:
     """A gather that nobody has waited for is out of date after a write, on all ranks."""
     mesh = networked_mesh((world_size,)) if networked else None
     for write in ("step", "copy"):
@@ -90,12 +86,8 @@ def written_while_gathered(rank: int, world_size: int, networked: bool) -> None:
             assert torch.equal(seen, x @ model.weight.full_tensor().T), write
 
 
-@pytest.mark.parametrize("networked", [False, True])
-def test_writes_while_a_gather_is_under_way(networked: bool) -> None:
-    run_ranks(2, written_while_gathered, networked)
-
-
-def stepped_while_gathered(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_step_waits_for_readers_of_its_shards(rank: int, world_size: int) -> None:
     """A step waits until peers have read the shards: who waits for the gather afterwards finds the values before it."""
     model = fully_shard(nn.Linear(4, 2, bias=False))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -112,11 +104,8 @@ def stepped_while_gathered(rank: int, world_size: int) -> None:
         model.reshard()
 
 
-def test_a_step_waits_for_readers_of_its_shards() -> None:
-    run_ranks(2, stepped_while_gathered)
-
-
-def frozen_while_unsharded(rank: int, world_size: int) -> None:
+@on_ranks(1, 2)
+def test_freezing_while_unsharded(rank: int, world_size: int) -> None:
     """Freezing a sharded parameter, as an optimizer holds it, holds for a module that is unsharded at that moment."""
     for keep in ("evaluation", "unshard", "backward"):
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -147,11 +136,6 @@ def frozen_while_unsharded(rank: int, world_size: int) -> None:
         assert bias.grad is None  # as in one process
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_freezing_while_unsharded(world_size: int) -> None:
-    run_ranks(world_size, frozen_while_unsharded)
-
-
 def _trained(compiled: bool, kind: str) -> list[torch.Tensor]:
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
@@ -167,17 +151,15 @@ def _trained(compiled: bool, kind: str) -> list[torch.Tensor]:
     return [parameter.full_tensor() for parameter in model.parameters()]
 
 
-def _same_when_compiled(rank: int, world_size: int, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["dtensors", "on shards", "owned"])
+@on_ranks(2, timeout=120)
+def test_a_compiled_step(rank: int, world_size: int, kind: str) -> None:
     for seen, expected in zip(_trained(True, kind), _trained(False, kind), strict=True):
         torch.testing.assert_close(seen, expected)
 
 
-@pytest.mark.parametrize("kind", ["dtensors", "on shards", "owned"])
-def test_a_compiled_step(kind: str):
-    run_ranks(2, _same_when_compiled, kind, timeout=120)
-
-
-def _told_of_sharding(rank: int, world_size: int) -> None:
+@on_ranks(1, 2)
+def test_an_optimizer_that_has_to_know_of_sharding(rank: int, world_size: int) -> None:
     model = fully_shard(nn.Linear(4, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.param_groups[0]["fsdp_in_use"] = False  # as Prodigy does
@@ -189,8 +171,3 @@ def _told_of_sharding(rank: int, world_size: int) -> None:
         optimizer.step()
     optimizer.param_groups[0]["fsdp_in_use"] = True
     optimizer.step()
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_an_optimizer_that_has_to_know_of_sharding(world_size: int):
-    run_ranks(world_size, _told_of_sharding)

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from shardkit.core import Blocks, CPUOffloadPolicy, Owned, clip_grad_norm_, fully_shard
 from shardkit.core.checkpoint import CheckpointManager, TrainingState
 from tests.core.optimizer_steps.placed_training import build, check, optimizer_for, sharded, step
-from tests.support import rank_mesh, run_ranks
+from tests.support import on_ranks, rank_mesh, run_ranks
 from tests.support.models import TiedModel
 
 
@@ -44,7 +44,11 @@ def backward(model: nn.Module, rank: int, number: int, parts: int) -> None:
         model(torch.randint(19, (4, 6), generator=generator)).square().mean().backward()
 
 
-def _recipe(rank: int, world_size: int, setting: str, muon_first: bool) -> None:
+@pytest.mark.daily(muon_first=[True])
+@pytest.mark.parametrize("muon_first", [True, False])
+@pytest.mark.parametrize(("world_size", "setting"), [(4, "hsdp"), (3, "offload"), (3, "accumulated")])
+@on_ranks()
+def test_muon_beside_adamw(rank: int, world_size: int, setting: str, muon_first: bool) -> None:
     torch.manual_seed(4)
     reference = TiedModel()  # with a tied head, a frozen matrix and a number
     model = copy.deepcopy(reference)
@@ -76,13 +80,6 @@ def _recipe(rank: int, world_size: int, setting: str, muon_first: bool) -> None:
     start = TiedModel().state_dict()
     moved = [name for name, value in reference.state_dict().items() if not torch.equal(value, start[name])]
     assert "blocks.0.up.weight" in moved
-
-
-@pytest.mark.daily(muon_first=[True])
-@pytest.mark.parametrize("muon_first", [True, False])
-@pytest.mark.parametrize(("world_size", "setting"), [(4, "hsdp"), (3, "offload"), (3, "accumulated")])
-def test_muon_beside_adamw(world_size: int, setting: str, muon_first: bool) -> None:
-    run_ranks(world_size, _recipe, setting, muon_first)
 
 
 KINDS = {

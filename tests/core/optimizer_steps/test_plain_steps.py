@@ -24,7 +24,7 @@ from tests.core.optimizer_steps.placed_training import (
     shard_layers,
     step,
 )
-from tests.support import rank_mesh, run_ranks
+from tests.support import on_ranks, rank_mesh, run_ranks
 
 # -- on any shard: the same as on DTensors ---------------------------------------------------------------------------
 
@@ -162,7 +162,8 @@ CHANGES = [
 ]
 
 
-def _steps_after_changes(rank: int, world_size: int) -> None:
+@on_ranks(2, timeout=120)
+def test_the_same_bits_after_changes_between_steps(rank: int, world_size: int) -> None:
     pair = Pair(world_size, "AdamW", {"foreach": True})
     pair.optimizers[0].defaults["on_shards"] = True
     for number, change in enumerate(CHANGES):
@@ -171,11 +172,9 @@ def _steps_after_changes(rank: int, world_size: int) -> None:
         pair.check(change.__name__)
 
 
-def test_the_same_bits_after_changes_between_steps() -> None:
-    run_ranks(2, _steps_after_changes, timeout=120)
-
-
-def _scaled_steps(rank: int, world_size: int, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}], ids=str)
+@on_ranks(2)
+def test_scaled_gradients_and_parameters_that_are_added(rank: int, world_size: int, options: dict[str, Any]) -> None:
     """A gradient that overflows, so that its step is skipped, and parameters that come later."""
     pair, scales = Pair(world_size, "AdamW", {}), []
     pair.optimizers = [torch.optim.AdamW(model.first.parameters(), lr=0.05, **options) for model in pair.models]
@@ -199,12 +198,11 @@ def _scaled_steps(rank: int, world_size: int, options: dict[str, Any]) -> None:
     assert scales == [[2.0**10] * 2, [2.0**9] * 2, [2.0**9] * 2, [2.0**10] * 2]
 
 
-@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}], ids=str)
-def test_scaled_gradients_and_parameters_that_are_added(options: dict[str, Any]) -> None:
-    run_ranks(2, _scaled_steps, options)
-
-
-def _steps_without_strategies(rank: int, world_size: int, name: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("name", "options"), [("SGD", {"momentum": 0.9, "fused": True}), ("Rprop", {})])
+@on_ranks(2)
+def test_optimizers_that_torch_refuses_on_dtensors(
+    rank: int, world_size: int, name: str, options: dict[str, Any]
+) -> None:
     model, reference = fully_shard(Odd(), mesh=rank_mesh((world_size,))), Odd()
     ours, theirs = (getattr(torch.optim, name)(one.parameters(), lr=0.05, **options) for one in (model, reference))
     optimizer_step_on_shards(ours)
@@ -215,12 +213,8 @@ def _steps_without_strategies(rank: int, world_size: int, name: str, options: di
         torch.testing.assert_close(sharded.full_tensor(), whole)
 
 
-@pytest.mark.parametrize(("name", "options"), [("SGD", {"momentum": 0.9, "fused": True}), ("Rprop", {})])
-def test_optimizers_that_torch_refuses_on_dtensors(name: str, options: dict[str, Any]) -> None:
-    run_ranks(2, _steps_without_strategies, name, options)
-
-
-def _without_fully_shard(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_dtensors_that_are_not_ours(rank: int, world_size: int) -> None:
     parameter = nn.Parameter(DTensor.from_local(torch.ones(2), rank_mesh((world_size,)), [Replicate()]))
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     optimizer_step_on_shards(optimizer)
@@ -234,10 +228,6 @@ def _without_fully_shard(rank: int, world_size: int) -> None:
     assert counted.get_total_counts() == 0
     assert optimizer.param_groups[0]["params"] == [parameter]
     assert torch.equal(parameter.to_local(), torch.full((2,), 0.9))
-
-
-def test_dtensors_that_are_not_ours() -> None:
-    run_ranks(2, _without_fully_shard)
 
 
 def test_optimizers_that_read_whole_parameters_are_refused() -> None:
@@ -285,7 +275,10 @@ OWNED: dict[str, dict[str, Any]] = {
 }
 
 
-def _as_one_process(rank: int, world_size: int, kind: str) -> None:
+@pytest.mark.daily(world_size=[3])
+@pytest.mark.parametrize("kind", OWNED)
+@on_ranks(1, 2, 3, 4, timeout=120)
+def test_steps_on_whole_matrices_as_one_process_does(rank: int, world_size: int, kind: str) -> None:
     warnings.simplefilter("ignore")
     reference, model = Layers(), shard_layers(world_size, plan_owners(Layers()))
     start = [p.detach().clone() for p in matrices(reference)]
@@ -314,13 +307,6 @@ def _as_one_process(rank: int, world_size: int, kind: str) -> None:
                 assert value.placements == p.placements
 
 
-@pytest.mark.daily(world_size=[3])
-@pytest.mark.parametrize("kind", OWNED)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_steps_on_whole_matrices_as_one_process_does(world_size: int, kind: str) -> None:
-    run_ranks(world_size, _as_one_process, kind, timeout=120)
-
-
 class FailingMuon(torch.optim.Muon):
     steps_each_parameter_alone = True
     fails = False
@@ -331,7 +317,8 @@ class FailingMuon(torch.optim.Muon):
         return super().step(closure)
 
 
-def _interrupted(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_step_that_raises_leaves_the_next_ones_right(rank: int, world_size: int) -> None:
     model, reference = shard_layers(world_size, plan_owners(Layers())), Layers()
     ours, theirs = (FailingMuon(matrices(one), lr=0.02) for one in (model, reference))
     for number in range(3):
@@ -351,11 +338,9 @@ def _interrupted(rank: int, world_size: int) -> None:
         assert torch.equal(sharded.full_tensor(), whole)
 
 
-def test_a_step_that_raises_leaves_the_next_ones_right() -> None:
-    run_ranks(2, _interrupted)
-
-
-def _with_closure(rank: int, world_size: int, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["Muon", "on shards", "nested"])
+@on_ranks(2)
+def test_a_closure_sees_the_parameters_themselves(rank: int, world_size: int, kind: str) -> None:
     choose = None if kind == "on shards" else plan_owners(Layers())
     model, reference = shard_layers(world_size, choose), Layers()
     make = {"Muon": torch.optim.Muon, "on shards": torch.optim.SGD, "nested": FailingMuon}[kind]
@@ -377,16 +362,17 @@ def _with_closure(rank: int, world_size: int, kind: str) -> None:
             assert torch.equal(sharded.full_tensor(), whole)
 
 
-@pytest.mark.parametrize("kind", ["Muon", "on shards", "nested"])
-def test_a_closure_sees_the_parameters_themselves(kind: str) -> None:
-    run_ranks(2, _with_closure, kind)
-
-
 def _clip(optimizer: torch.optim.Optimizer, *_: object) -> None:
     torch.nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 1e-2)
 
 
-def _clip_in_hooks(rank: int, world_size: int, on_shards: bool) -> None:
+def matrices_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+@pytest.mark.parametrize("on_shards", [False, True])
+@on_ranks(2)
+def test_step_hooks_see_whole_norms(rank: int, world_size: int, on_shards: bool) -> None:
     reference, model = Layers(), shard_layers(world_size, None if on_shards else plan_owners(Layers()))
     ours, theirs = (torch.optim.SGD(matrices(one), lr=1.0) for one in (model, reference))
     seen: list[bool] = []
@@ -404,15 +390,6 @@ def _clip_in_hooks(rank: int, world_size: int, on_shards: bool) -> None:
     assert seen == [True] * 4 * (1 + 2 + 3)
 
 
-def matrices_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-@pytest.mark.parametrize("on_shards", [False, True])
-def test_step_hooks_see_whole_norms(on_shards: bool) -> None:
-    run_ranks(2, _clip_in_hooks, on_shards)
-
-
 class Nested(torch.optim.SGD):
     """Its step calls that of its base class, for which torch calls hooks, too; it may drop gradients, and looks."""
 
@@ -427,7 +404,9 @@ class Nested(torch.optim.SGD):
         return result
 
 
-def _seen_by_the_next_forward(rank: int, world_size: int, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["owned", "on shards"])
+@on_ranks(2)
+def test_a_step_is_seen_by_the_next_forward(rank: int, world_size: int, kind: str) -> None:
     """Where parameters stay unsharded, all ranks have to gather them again, also those that stepped on nothing."""
     torch.optim.SGD([torch.ones(1)])
     model, reference = shard_layers(world_size, (lambda p: Owned(rank=0)) if kind == "owned" else None), Layers()
@@ -448,12 +427,8 @@ def _seen_by_the_next_forward(rank: int, world_size: int, kind: str) -> None:
             optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("kind", ["owned", "on shards"])
-def test_a_step_is_seen_by_the_next_forward(kind: str) -> None:
-    run_ranks(2, _seen_by_the_next_forward, kind)
-
-
-def _drops(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_gradients_that_an_optimizer_drops_are_dropped(rank: int, world_size: int) -> None:
     torch.optim.SGD([torch.ones(1)])
     model = shard_layers(world_size, lambda p: Owned(rank=0))
     optimizer = Nested(model.parameters(), lr=0.1)
@@ -472,19 +447,12 @@ def _drops(rank: int, world_size: int) -> None:
     assert all(p.grad is not None for p in model.parameters())
 
 
-def test_gradients_that_an_optimizer_drops_are_dropped() -> None:
-    run_ranks(2, _drops)
-
-
-def _refuses(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_an_optimizer_that_needs_matrices_refuses_blocks(rank: int, world_size: int) -> None:
     model = shard_layers(world_size, lambda p: Blocks(rows=4))
     loss_of(model, rank, 0).backward()
     with pytest.raises(NotImplementedError, match=r"Blocks\(rows=4\).*takes parameters on Owned\(\)"):
         torch.optim.Muon(matrices(model)).step()
-
-
-def test_an_optimizer_that_needs_matrices_refuses_blocks() -> None:
-    run_ranks(2, _refuses)
 
 
 # -- lists of parameters that torch's foreach and fused operators do not take together -------------------------------
@@ -542,7 +510,8 @@ def test_mixed_lists_as_one_process(kind: Any, option: str) -> None:
     run_ranks(2, _mixed_as_one_process, kind, option, ["rows and shard"] if kind is OwnAdamW else list(MIXES))
 
 
-def _mixed_refused(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_what_torch_cannot_take_together_is_refused_by_name(rank: int, world_size: int) -> None:
     for kind in (torch.optim.Adafactor, OwnAdamW):
         model = mixed("owned and shard", world_size)
         optimizer = kind(model.parameters(), foreach=True)
@@ -552,7 +521,3 @@ def _mixed_refused(rank: int, world_size: int) -> None:
         optimizer = kind([{"params": apart[0]}, {"params": apart[1], "foreach": False}], foreach=True)
         if kind is OwnAdamW:
             step(model, optimizer, 0)
-
-
-def test_what_torch_cannot_take_together_is_refused_by_name() -> None:
-    run_ranks(2, _mixed_refused)

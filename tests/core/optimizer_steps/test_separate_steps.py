@@ -15,7 +15,7 @@ from torch import nn
 from shardkit.core import Owned, plan_owners
 from tests.core.optimizer_steps.placed_training import Layers, backward_alike, matrices, shard_layers
 from tests.core.optimizer_steps.separate_optimizers import DATA, joins, name_of, quiet, steps_alone, tried
-from tests.support import run_ranks
+from tests.support import on_ranks, run_ranks
 
 KNOWN: dict[str, Any] = json.loads(DATA.read_text())
 
@@ -93,7 +93,8 @@ class Own(torch.optim.SGD):
     """A subclass of a known class: it may do anything."""
 
 
-def _refuses(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_an_unknown_class_is_refused_before_it_steps(rank: int, world_size: int) -> None:
     model = shard_layers(world_size, lambda p: Owned(rank=0))
     model(torch.ones(2, 12)).sum().backward()
     before = [p.full_tensor() for p in model.parameters()]
@@ -113,17 +114,10 @@ def _refuses(rank: int, world_size: int) -> None:
     assert not _equal([p.full_tensor() for p in matrices(model)], before)
 
 
-def test_an_unknown_class_is_refused_before_it_steps() -> None:
-    run_ranks(2, _refuses)
-
-
-def _alone(rank: int, world_size: int) -> None:
+@on_ranks(1)
+def test_one_rank_alone_may_combine_them(rank: int, world_size: int) -> None:
     model = shard_layers(world_size, plan_owners(Layers()))
     torch.optim.LBFGS(matrices(model)).step(lambda: model(torch.ones(2, 12)).sum())
-
-
-def test_one_rank_alone_may_combine_them() -> None:
-    run_ranks(1, _alone)
 
 
 STEPS = 5

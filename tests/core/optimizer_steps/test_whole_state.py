@@ -16,7 +16,7 @@ from shardkit.core import optimizer_step_on_shards
 from shardkit.core.checkpoint import CheckpointManager, TrainingState
 from shardkit.core.torch_compat import local_of
 from tests.core.optimizer_steps.placed_training import build, check, optimizer_for, part, sharded, step
-from tests.support import run_ranks
+from tests.support import on_ranks, run_ranks
 
 # With the placements that each can step on.
 KINDS = {
@@ -48,7 +48,13 @@ def _copy(value: Any) -> Any:
     return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
 
 
-def _loaded(rank: int, world_size: int, kind: str) -> None:
+@pytest.mark.daily(world_size=[3])
+@pytest.mark.parametrize(
+    ("world_size", "kind"),
+    [*((3, kind) for kind in KINDS), *((1, kind) for kind in KINDS if kind.startswith(("torch.optim.A", "torchao")))],
+)
+@on_ranks(timeout=120)
+def test_loads_before_the_first_step_and_later(rank: int, world_size: int, kind: str) -> None:
     warnings.simplefilter("ignore")
     for place in KINDS[kind]:
         for how in ("first", "later", "on_shards"):
@@ -72,16 +78,8 @@ def _loaded(rank: int, world_size: int, kind: str) -> None:
                         assert isinstance(value, DTensor), (kind, place, how, key)
 
 
-@pytest.mark.daily(world_size=[3])
-@pytest.mark.parametrize(
-    ("world_size", "kind"),
-    [*((3, kind) for kind in KINDS), *((1, kind) for kind in KINDS if kind.startswith(("torch.optim.A", "torchao")))],
-)
-def test_loads_before_the_first_step_and_later(world_size: int, kind: str) -> None:
-    run_ranks(world_size, _loaded, kind, timeout=120)
-
-
-def _muon_on_shards(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_muon_on_shard(rank: int, world_size: int) -> None:
     """On DTensors torch adds up bf16 products in another order."""
     before, saved, _, expected = alone("torch.optim.Muon")
     model = sharded(before, world_size, "shard")
@@ -90,10 +88,6 @@ def _muon_on_shards(rank: int, world_size: int) -> None:
     step(model, optimizer, 2)
     for parameter, value in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.full_tensor(), value, rtol=0, atol=1e-3)
-
-
-def test_muon_on_shard() -> None:
-    run_ranks(2, _muon_on_shards)
 
 
 def _other_ways(rank: int, world_size: int, path: Path) -> None:
@@ -123,7 +117,9 @@ def test_by_name_and_saved_again_before_a_step(tmp_path: Path) -> None:
     run_ranks(2, _other_ways, tmp_path)
 
 
-def _quantised_on_shard(rank: int, world_size: int, later: bool) -> None:
+@pytest.mark.parametrize("later", [False, True])
+@on_ranks(2)
+def test_whole_quantised_state_on_shard_is_refused(rank: int, world_size: int, later: bool) -> None:
     warnings.simplefilter("ignore")
     before, saved, _, _ = alone("torchao.optim.AdamW8bit")
     model = sharded(before, world_size, "shard")
@@ -136,11 +132,6 @@ def _quantised_on_shard(rank: int, world_size: int, later: bool) -> None:
         act = lambda: step(model, optimizer, 2)  # noqa: E731
     with pytest.raises(RuntimeError, match=r"state 'exp_avg' of parameter '0\.weight'.*placements_for"):
         act()
-
-
-@pytest.mark.parametrize("later", [False, True])
-def test_whole_quantised_state_on_shard_is_refused(later: bool) -> None:
-    run_ranks(2, _quantised_on_shard, later)
 
 
 class KeepsWhole(torch.optim.Optimizer):
@@ -156,7 +147,8 @@ class KeepsWhole(torch.optim.Optimizer):
             total.add_(parameter.grad.full_tensor())
 
 
-def _kept_whole(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_whole_state_of_unknown_optimizers_on_shard_stays(rank: int, world_size: int) -> None:
     model = sharded(build(), world_size, "shard")
     optimizer = KeepsWhole(model.parameters())
     step(model, optimizer, 0)
@@ -165,7 +157,3 @@ def _kept_whole(rank: int, world_size: int) -> None:
         again.load_state_dict(saved)
         step(model, again, 1)
         assert all(not isinstance(state["total"], DTensor) for state in again.state.values())
-
-
-def test_whole_state_of_unknown_optimizers_on_shard_stays() -> None:
-    run_ranks(2, _kept_whole)

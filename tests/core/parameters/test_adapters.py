@@ -14,7 +14,7 @@ from shardkit.core.parameters import adapters
 from shardkit.core.parameters.adapters import Holder
 from shardkit.core.torch_compat import local_of, new_dtensor
 from tests.core.parameters.installed_adapters import install_adapter, installed_adapters, no_installed_adapters
-from tests.support import rank_mesh, run_ranks
+from tests.support import on_ranks, rank_mesh, run_ranks
 
 
 class Doubling:
@@ -95,11 +95,8 @@ def test_an_adapter_is_found_and_asked(tmp_path: Path):
     run_ranks(2, through_an_adapter, tmp_path)
 
 
-def test_without_an_adapter_plain_parameters_work():
-    run_ranks(1, plain_only)
-
-
-def plain_only(rank: int, world_size: int) -> None:
+@on_ranks(1)
+def test_without_an_adapter_plain_parameters_work(rank: int, world_size: int) -> None:
     with no_installed_adapters():
         fully_shard(nn.Linear(2, 2))
 

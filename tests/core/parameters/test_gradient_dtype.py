@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import shardkit.core as shardkit
 from shardkit.core.torch_compat import GRAD_DTYPE_DECIDES, like_dtensor, local_of
-from tests.support import rank_mesh, run_ranks
+from tests.support import on_ranks, rank_mesh, run_ranks
 
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
 since_2_15 = pytest.mark.skipif(not GRAD_DTYPE_DECIDES, reason="stock follows grad_dtype from torch 2.15 on")
@@ -108,7 +108,8 @@ def test_overridden_param_dtype(policy: str) -> None:
 # -- on every torch ----------------------------------------------------------------------------------------------------
 
 
-def overridden(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_override_is_asked_once_for_each_parameter(rank: int, world_size: int) -> None:
     model, calls = _Dtypes(), []
 
     def choose(parameter: nn.Parameter) -> torch.dtype | None:
@@ -127,11 +128,8 @@ def overridden(rank: int, world_size: int) -> None:
         shardkit.fully_shard(nn.Linear(3, 3), mesh=rank_mesh((world_size,)), mp_policy=other)
 
 
-def test_override_is_asked_once_for_each_parameter() -> None:
-    run_ranks(2, overridden)
-
-
-def kept_grad_dtype(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_grad_dtype_outlives_casts_and_loads(rank: int, world_size: int) -> None:
     model = nn.Linear(8, 8)
     model.weight.grad_dtype = BFLOAT16
     shardkit.fully_shard(model, mesh=rank_mesh((world_size,)))
@@ -150,11 +148,8 @@ def kept_grad_dtype(rank: int, world_size: int) -> None:
     assert (model.weight.grad.dtype, model.bias.grad.dtype) == (BFLOAT16, FLOAT32)
 
 
-def test_grad_dtype_outlives_casts_and_loads() -> None:
-    run_ranks(2, kept_grad_dtype)
-
-
-def replaced(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_parameter_over_the_same_shard_brings_its_own_grad_dtype(rank: int, world_size: int) -> None:
     """A parameter over the same shard takes another's place, and brings a `grad_dtype` of its own."""
     model = nn.Linear(8, 8, bias=False, dtype=BFLOAT16)
     shardkit.fully_shard(model, mesh=rank_mesh((world_size,)))
@@ -170,11 +165,8 @@ def replaced(rank: int, world_size: int) -> None:
     assert other.grad.dtype == FLOAT32
 
 
-def test_a_parameter_over_the_same_shard_brings_its_own_grad_dtype() -> None:
-    run_ranks(2, replaced)
-
-
-def waiting(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_grad_dtype_of_gradients_without_sync(rank: int, world_size: int) -> None:
     """Gradients without sync are summed and reduced in the dtype that the user has set."""
     model = nn.Linear(8, 8, bias=False)
     model.weight.grad_dtype = BFLOAT16
@@ -186,10 +178,6 @@ def waiting(rank: int, world_size: int) -> None:
     assert unreduced is not None and unreduced.dtype == BFLOAT16
     model.synchronize_gradients()
     assert model.weight.grad.dtype == BFLOAT16
-
-
-def test_grad_dtype_of_gradients_without_sync() -> None:
-    run_ranks(2, waiting)
 
 
 class _PreciseWeight(torch.autograd.Function):
@@ -227,13 +215,10 @@ def _branched(api: Any) -> list[Tensor]:
     return [parameter.grad.to_local() for parameter in model.parameters()]
 
 
-def branches(rank: int, world_size: int) -> None:
-    for expected, seen in zip(_branched(stock), _branched(shardkit), strict=True):
-        torch.testing.assert_close(seen, expected, rtol=2**-7, atol=1e-3)  # ours rounds where another rank sends zeros
-
-
 @pytest.mark.skipif(
     not hasattr(stock.FSDPModule, "set_reduce_scatter_unused_params"), reason="this torch reduces no unused parameters"
 )
-def test_zeros_of_other_ranks_meet_wider_gradients() -> None:
-    run_ranks(2, branches)
+@on_ranks(2)
+def test_zeros_of_other_ranks_meet_wider_gradients(rank: int, world_size: int) -> None:
+    for expected, seen in zip(_branched(stock), _branched(shardkit), strict=True):
+        torch.testing.assert_close(seen, expected, rtol=2**-7, atol=1e-3)  # ours rounds where another rank sends zeros

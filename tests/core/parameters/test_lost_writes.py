@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardkit.core import fully_shard
-from tests.support import rank_mesh, run_ranks
+from tests.support import on_ranks, rank_mesh
 
 
 def _model(mesh: DeviceMesh | None = None, reshard_after_forward: bool = True) -> nn.Module:
@@ -29,7 +29,8 @@ _LOST_UNSHARDED = r"^the data of parameter '0\.weight' was replaced .* while it 
 _LOST_GRADIENT = r"^the data of the gradient of parameter '0\.weight' was replaced .*Write in place, or assign"
 
 
-def _sharded(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_data_of_sharded_parameters(rank: int, world_size: int) -> None:
     for reshard_after_forward in (True, False):
         for value in (lambda p: p.detach() * 2, lambda p: torch.ones(p.shape), lambda p: torch.ones(2, 2)):
             for used_before in (False, True):
@@ -48,11 +49,8 @@ def _sharded(rank: int, world_size: int) -> None:
                 _step(model)
 
 
-def test_data_of_sharded_parameters() -> None:
-    run_ranks(2, _sharded)
-
-
-def _undone(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_writes_that_reach_the_parameter(rank: int, world_size: int) -> None:
     """Weights that are swapped and put back, moves, casts and loads do not count as lost writes."""
     model = _model()
     expected = _step(model)
@@ -78,11 +76,8 @@ def _undone(rank: int, world_size: int) -> None:
     assert not torch.equal(_step(model), expected)
 
 
-def test_writes_that_reach_the_parameter() -> None:
-    run_ranks(2, _undone)
-
-
-def _unsharded(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_data_of_unsharded_parameters(rank: int, world_size: int) -> None:
     """Also where the unsharded parameter is the shard itself."""
     for mesh in (None, rank_mesh((2, 1), ("replicate", "shard"))):
         model = _model(mesh)
@@ -100,10 +95,6 @@ def _unsharded(rank: int, world_size: int) -> None:
             torch.testing.assert_close(_step(model), expected, rtol=0, atol=0)
 
 
-def test_data_of_unsharded_parameters() -> None:
-    run_ranks(2, _unsharded)
-
-
 class _Swaps(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +105,8 @@ class _Swaps(nn.Module):
         return self.linear(x)
 
 
-def _within_forward(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_data_within_forward(rank: int, world_size: int) -> None:
     model = fully_shard(_Swaps())
     model.set_reshard_after_forward(True)
     _step(model)
@@ -122,11 +114,9 @@ def _within_forward(rank: int, world_size: int) -> None:
         _step(model)
 
 
-def test_data_within_forward() -> None:
-    run_ranks(2, _within_forward)
-
-
-def _in_place(rank: int, world_size: int, blocks: bool) -> None:
+@pytest.mark.parametrize("blocks", [False, True])
+@on_ranks(2)
+def test_writes_in_place_to_unsharded_parameters(rank: int, world_size: int, blocks: bool) -> None:
     model = nn.Sequential(nn.Embedding(8, 4, max_norm=0.1), nn.Linear(4, 4))
     if blocks:
         fully_shard(model[0])
@@ -151,12 +141,8 @@ def _in_place(rank: int, world_size: int, blocks: bool) -> None:
     model(x).sum().backward()
 
 
-@pytest.mark.parametrize("blocks", [False, True])
-def test_writes_in_place_to_unsharded_parameters(blocks: bool) -> None:
-    run_ranks(2, _in_place, blocks)
-
-
-def _gradients(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_data_of_gradients(rank: int, world_size: int) -> None:
     model = _model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     weight = model[0].weight
@@ -178,12 +164,9 @@ def _gradients(rank: int, world_size: int) -> None:
         optimizer.zero_grad()
 
 
-def test_data_of_gradients() -> None:
-    run_ranks(2, _gradients)
-
-
+@on_ranks(1, 2)
 @torch.no_grad()
-def _rolled_back(rank: int, world_size: int) -> None:
+def test_a_replacement_that_is_refused_and_taken_back(rank: int, world_size: int) -> None:
     layer = fully_shard(nn.Linear(4, 4))
     x = torch.ones(2, 4)
     expected = [layer(x) for _ in range(2)]
@@ -196,8 +179,3 @@ def _rolled_back(rank: int, world_size: int) -> None:
     layer.weight, layer.bias = weight, bias
     assert torch.equal(layer(x), expected[0])
     assert layer.weight is weight and layer.bias is bias
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_replacement_that_is_refused_and_taken_back(world_size: int) -> None:
-    run_ranks(world_size, _rolled_back)

@@ -17,7 +17,7 @@ from shardkit.core.parameters.param import FSDPParam
 from shardkit.core.parameters.registration import changed, take_over
 from shardkit.core.parameters.slot import Slot
 from shardkit.core.torch_compat import like_dtensor, local_of, new_dtensor
-from tests.support import rank_mesh, run_ranks
+from tests.support import on_ranks, rank_mesh
 from tests.support.models import MLP
 
 
@@ -29,7 +29,8 @@ class Anywhere(nn.Module):
         self.weight, self.scale = nn.Parameter(torch.empty(5, 3)), nn.Parameter(torch.empty(()))
 
 
-def _parameters_are_moved(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_parameters_on_another_device_are_moved_at_construction(rank: int, world_size: int) -> None:
     mesh = rank_mesh((world_size,))
     with FakeTensorMode():
         with torch.device("cuda"):
@@ -38,10 +39,6 @@ def _parameters_are_moved(rank: int, world_size: int) -> None:
         fully_shard(model[0], mesh=mesh)
         fully_shard(model, mesh=mesh)
         assert {parameter.to_local().device.type for parameter in model.parameters()} == {"cpu"}
-
-
-def test_parameters_on_another_device_are_moved_at_construction() -> None:
-    run_ranks(2, _parameters_are_moved)
 
 
 def _param(device: str, policy: OffloadPolicy, original: Tensor, mesh: DeviceMesh) -> tuple[nn.Module, FSDPParam]:
@@ -53,7 +50,8 @@ def _param(device: str, policy: OffloadPolicy, original: Tensor, mesh: DeviceMes
     return module, FSDPParam(module.weight, "weight", slots, axes, Shard(0), form, on, MixedPrecisionPolicy(), policy)
 
 
-def _shards_live_where_they_are_told(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_offloaded_shards_stay_on_the_cpu(rank: int, world_size: int) -> None:
     mesh = rank_mesh((world_size,))
     for original in ("cpu", "cuda"):
         for policy, expected in ((OffloadPolicy(), "cuda"), (CPUOffloadPolicy(pin_memory=False), "cpu")):
@@ -71,11 +69,8 @@ def _shards_live_where_they_are_told(rank: int, world_size: int) -> None:
                     assert local_of(module.weight.grad).device.type == expected
 
 
-def test_offloaded_shards_stay_on_the_cpu() -> None:
-    run_ranks(2, _shards_live_where_they_are_told)
-
-
-def _moved_since(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_shard_on_another_device_than_it_should_be(rank: int, world_size: int) -> None:
     mesh = rank_mesh((world_size,))
     for policy, here, there, because in (
         (
@@ -99,11 +94,8 @@ def _moved_since(rank: int, world_size: int) -> None:
                 param.check_ready()
 
 
-def test_a_shard_on_another_device_than_it_should_be() -> None:
-    run_ranks(2, _moved_since)
-
-
-def _moved_model(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_model_on_another_device_than_its_mesh(rank: int, world_size: int) -> None:
     """The first forward after a move of the model raises. Moved back, the model runs."""
     model = fully_shard(MLP(), mesh=rank_mesh((world_size,)))
     x = torch.ones(2, 5)
@@ -119,7 +111,3 @@ def _moved_model(rank: int, world_size: int) -> None:
     model.out.weight = old
     model(x).sum().backward()
     assert model.out.weight.grad is not None
-
-
-def test_a_model_on_another_device_than_its_mesh() -> None:
-    run_ranks(2, _moved_model)

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 import shardkit.core as shardkit
-from tests.support import rank_mesh, run_ranks
+from tests.support import on_ranks, rank_mesh, run_ranks
 from tests.support.wire_weights import SameOnTheWire
 
 # As timm, Megatron and transformers have them.
@@ -38,7 +38,8 @@ def _tags(model: nn.Module) -> dict[str, dict[str, Any]]:
     }
 
 
-def tags(rank: int, world_size: int) -> None:
+@on_ranks(1, 2)
+def test_tags_stay(rank: int, world_size: int) -> None:
     expected = {"0.weight": {}, "0.bias": TAGS, "1.weight": TAGS, "1.bias": {}}
     with torch.device("meta"):
         model = _tagged()
@@ -54,11 +55,6 @@ def tags(rank: int, world_size: int) -> None:
         module.unshard()
     assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
     assert _tags(model) == expected
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_tags_stay(world_size: int) -> None:
-    run_ranks(world_size, tags)
 
 
 class Scaled(nn.Parameter):
@@ -102,7 +98,11 @@ def _positive() -> nn.Linear:
 MODULES = {"subclass of nn.Parameter": ScaledLinear, "__torch_function__": _positive}
 
 
-def like_one_process(rank: int, world_size: int, kind: str) -> None:
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("kind", MODULES)
+@on_ranks()
+def test_classes_of_python_stay(rank: int, world_size: int, kind: str) -> None:
+    """Stock computes with a plain parameter here, which has no `effective()`, and whose negative numbers count."""
     runs = []
     for shard in (False, True):
         torch.manual_seed(0)
@@ -128,19 +128,13 @@ def like_one_process(rank: int, world_size: int, kind: str) -> None:
     assert torch.equal(weight, sharded_weight)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("kind", MODULES)
-def test_classes_of_python_stay(kind: str, world_size: int) -> None:
-    """Stock computes with a plain parameter here, which has no `effective()`, and whose negative numbers count."""
-    run_ranks(world_size, like_one_process, kind)
-
-
 class ReturnsWeight(ScaledLinear):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return super().forward(x), self.weight
 
 
-def returned(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_returned_by_forward(rank: int, world_size: int) -> None:
     """A parameter in the output is readable when its memory has been freed."""
     torch.manual_seed(0)
     block = ReturnsWeight()
@@ -151,11 +145,8 @@ def returned(rank: int, world_size: int) -> None:
     assert torch.equal(weight.detach(), expected)
 
 
-def test_returned_by_forward() -> None:
-    run_ranks(2, returned)
-
-
-def inner_tensors(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_inner_tensors_stay_behind(rank: int, world_size: int) -> None:
     """The inner tensors of the whole weight are not kept beside the shard's."""
     linear = nn.Linear(8, 16, bias=False)
     linear.weight = nn.Parameter(SameOnTheWire(linear.weight.detach()))
@@ -169,10 +160,6 @@ def inner_tensors(rank: int, world_size: int) -> None:
     linear.unshard()
     assert linear.weight.no_decay
     assert linear.weight._inner.shape == (16, 8)
-
-
-def test_inner_tensors_stay_behind() -> None:
-    run_ranks(2, inner_tensors)
 
 
 # -- copies of parameters ----------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_common as stock_common
 from torch.distributed.tensor import Replicate, Shard
 
 from shardkit.core import Owned, fully_shard
-from tests.support import rank_mesh, run_ranks
+from tests.support import on_ranks, rank_mesh
 
 
 class Moe(nn.Module):
@@ -39,7 +39,9 @@ def _gradients(model: nn.Module, rank: int) -> dict[str, torch.Tensor]:
     return {name: p.grad.full_tensor() for name, p in model.named_parameters()}
 
 
-def _as_stock(rank: int, world_size: int, experts: int) -> None:
+@pytest.mark.parametrize("experts", [4, 3, 1])
+@on_ranks(4)
+def test_one_group_a_mesh_as_stock_makes_them(rank: int, world_size: int, experts: int) -> None:
     whole = rank_mesh((2, world_size // 2), ("ep", "edp"))
     flat, edp = rank_mesh((world_size,)), whole["edp"]
     found: list[dict[str, torch.Tensor]] = []
@@ -63,12 +65,8 @@ def _as_stock(rank: int, world_size: int, experts: int) -> None:
         torch.testing.assert_close(found[1][name], expected, msg=name)
 
 
-@pytest.mark.parametrize("experts", [4, 3, 1])
-def test_one_group_a_mesh_as_stock_makes_them(experts: int) -> None:
-    run_ranks(4, _as_stock, experts)
-
-
-def _replicated(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_replicated_on_a_mesh_of_its_own(rank: int, world_size: int) -> None:
     """Replicated over a mesh without an axis to shard over: what one process gives."""
     mesh, model, alone = rank_mesh((world_size,)), build(3), build(3)
     info = stock_common.DDPMeshInfo(mesh=mesh, replicate_mesh_dim=0)
@@ -82,11 +80,8 @@ def _replicated(rank: int, world_size: int) -> None:
         assert model.get_parameter(name).placements[0].is_replicate() == name.endswith("router.weight")
 
 
-def test_replicated_on_a_mesh_of_its_own() -> None:
-    run_ranks(2, _replicated)
-
-
-def _owned(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_owners_within_the_mesh_of_the_parameter(rank: int, world_size: int) -> None:
     """Experts owned within their mesh: the same gradients as cut over experts."""
     edp = rank_mesh((2, world_size // 2), ("ep", "edp"))["edp"]
     found = []
@@ -105,17 +100,10 @@ def _owned(rank: int, world_size: int) -> None:
         assert torch.equal(found[1][name], expected), name
 
 
-def test_owners_within_the_mesh_of_the_parameter() -> None:
-    run_ranks(4, _owned)
-
-
-def _refuses(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_mesh_that_is_none_is_refused(rank: int, world_size: int) -> None:
     class Result:
         placement, mesh_info = None, "edp"
 
     with pytest.raises(TypeError, match=r"mesh_info='edp' for parameter 'up'; expected one with a DeviceM"):
         fully_shard(Moe(2), mesh=rank_mesh((world_size,)), shard_placement_fn=lambda p: Result())
-
-
-def test_a_mesh_that_is_none_is_refused() -> None:
-    run_ranks(2, _refuses)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardkit.core import clip_grad_norm_, fully_shard
-from tests.support import rank_mesh, run_ranks
+from tests.support import on_ranks, rank_mesh
 
 
 class Keeping(nn.Linear):
@@ -31,7 +31,9 @@ KEPT: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-def _kept(rank: int, world_size: int, what: str) -> None:
+@pytest.mark.parametrize("what", KEPT)
+@on_ranks(1, 2)
+def test_parameter_that_is_kept_on_a_module(rank: int, world_size: int, what: str) -> None:
     model = nn.Sequential(Keeping(KEPT[what]), Keeping(torch.clone))
     for module in (*model, model):
         fully_shard(module, mesh=rank_mesh((world_size,)))
@@ -42,13 +44,8 @@ def _kept(rank: int, world_size: int, what: str) -> None:
         model(torch.ones(2, 8))
 
 
-@pytest.mark.parametrize("what", KEPT)
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_parameter_that_is_kept_on_a_module(world_size: int, what: str) -> None:
-    run_ranks(world_size, _kept, what)
-
-
-def _clipped_while_unsharded(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_clipping_while_parameters_are_unsharded(rank: int, world_size: int) -> None:
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     for module in (model[0], model):
@@ -62,11 +59,8 @@ def _clipped_while_unsharded(rank: int, world_size: int) -> None:
     assert abs(float(torch.nn.utils.get_total_norm(gradients)) - 0.5) < 1e-4
 
 
-def test_clipping_while_parameters_are_unsharded() -> None:
-    run_ranks(2, _clipped_while_unsharded)
-
-
-def _weight_of_another_call(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_parameter_of_another_call(rank: int, world_size: int) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -83,11 +77,8 @@ def _weight_of_another_call(rank: int, world_size: int) -> None:
     assert "'FSDPModel' computes with a sharded parameter" in "".join(raised.value.__notes__)
 
 
-def test_parameter_of_another_call() -> None:
-    run_ranks(2, _weight_of_another_call)
-
-
-def _weight_as_array(rank: int, world_size: int) -> None:
+@on_ranks(2, isolated=True)
+def test_array_over_a_parameter(rank: int, world_size: int) -> None:
     class Model(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             self.seen = self.weight.detach().numpy()
@@ -99,7 +90,3 @@ def _weight_as_array(rank: int, world_size: int) -> None:
     model.set_prefetch_depth(0)
     with pytest.raises(RuntimeError, match=r"the memory of parameter '0\.weight' cannot be freed.*numpy"):
         model(torch.randn(2, 8))
-
-
-def test_array_over_a_parameter() -> None:
-    run_ranks(2, _weight_as_array, isolated=True)

@@ -16,7 +16,7 @@ from shardkit.core.runtime.choice import stand_ins
 from shardkit.core.runtime.collective import C10dTransport
 from shardkit.core.runtime.pairwise import PairwiseTransport
 from shardkit.core.torch_compat import local_of
-from tests.support import networked_mesh, rank_mesh, run_ranks
+from tests.support import networked_mesh, on_ranks, rank_mesh, run_ranks
 
 WORLD_SIZES = [1, 2, 3, 4]
 
@@ -119,20 +119,17 @@ def test_trains_as_one_process(world_size: int, placement: str, networked: bool)
     run_ranks(world_size, _trains, placement, networked)
 
 
-def _over_collectives(rank: int, world_size: int, placement: str) -> None:
+@pytest.mark.daily(world_size=[3])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@on_ranks(2, 3, 4)
+def test_trains_over_collectives(rank: int, world_size: int, placement: str) -> None:
     """Padded rows in a packed buffer, as NCCL sends them."""
     with stand_ins(lambda group, device: C10dTransport(group, device, direct=False)):
         _trains(rank, world_size, placement, networked=False, bits=False)
 
 
-@pytest.mark.daily(world_size=[3])
-@pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_trains_over_collectives(world_size: int, placement: str) -> None:
-    run_ranks(world_size, _over_collectives, placement)
-
-
-def _lies(rank: int, world_size: int) -> None:
+@on_ranks(*WORLD_SIZES)
+def test_bytes_lie_where_the_placement_says(rank: int, world_size: int) -> None:
     original = {name: p.detach().clone() for name, p in build().named_parameters()}
     mesh = rank_mesh((world_size,))
     for placement in PLACEMENTS:
@@ -153,11 +150,6 @@ def _lies(rank: int, world_size: int) -> None:
             else:
                 size = one.rows or one.elements
                 assert layout.offset(rank) % size == 0 or not local.numel()
-
-
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_bytes_lie_where_the_placement_says(world_size: int) -> None:
-    run_ranks(world_size, _lies)
 
 
 def _counts(rank: int, world_size: int) -> dict[str, int]:
@@ -202,7 +194,8 @@ def test_a_step_sends_no_more_than_with_shard(world_size: int) -> None:
         assert totals[f"owned{told}"] == totals[f"all_owned{told}"] == totals[f"shard{told}"]
 
 
-def _clips(rank: int, world_size: int) -> None:
+@on_ranks(1, 2, 3)
+def test_clipping_counts_every_rank(rank: int, world_size: int) -> None:
     mesh = rank_mesh((world_size,))
     norms = []
     for placement in PLACEMENTS:
@@ -217,11 +210,6 @@ def _clips(rank: int, world_size: int) -> None:
         torch.testing.assert_close(grad_norm(model.parameters()), torch.tensor(0.005), rtol=1e-3, atol=0)
     for norm in norms[1:]:
         torch.testing.assert_close(norm, norms[0])
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_clipping_counts_every_rank(world_size: int) -> None:
-    run_ranks(world_size, _clips)
 
 
 OPERATORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -239,7 +227,9 @@ OPERATORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def _computes(rank: int, world_size: int) -> None:
+@pytest.mark.daily(world_size=[3])
+@on_ranks(*WORLD_SIZES)
+def test_operators_give_what_whole_tensors_give(rank: int, world_size: int) -> None:
     whole = {name: p.detach().clone() for name, p in build().named_parameters()}
     for placement in PLACEMENTS:
         for name, parameter in shard(build(), rank_mesh((world_size,)), placement).named_parameters():
@@ -262,28 +252,14 @@ def _computes(rank: int, world_size: int) -> None:
                     torch._foreach_max([seen])
 
 
-@pytest.mark.daily(world_size=[3])
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_operators_give_what_whole_tensors_give(world_size: int) -> None:
-    run_ranks(world_size, _computes)
-
-
 REFUSED: dict[str, tuple[Callable[[nn.Parameter], object], str]] = {
     "owner": (lambda p: Owned(rank=2), r"Owned\(rank=2\) for parameter 'norm.weight', but the shard group has 2 ranks"),
     "kind": (lambda p: "whole", r"'whole' for parameter 'norm.weight'; expected Shard\(dim\), Replicate\(\), Owned"),
 }
 
 
-def _refuses(rank: int, world_size: int) -> None:
-    for choose, message in REFUSED.values():
-        with pytest.raises((ValueError, TypeError), match=message):
-            fully_shard(Block(8), mesh=rank_mesh((world_size,)), shard_placement_fn=choose)
-    model = shard(build(), rank_mesh((world_size,)), "rows")
-    with pytest.raises(NotImplementedError, match=r"aten.mm.default .*Blocks\(rows=4\).*full_tensor"):
-        model.head.weight.detach() @ torch.ones(10, 2)
-
-
-def _replicas_only(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_owners_among_replicas_only(rank: int, world_size: int) -> None:
     """A mesh without a shard axis, where every rank has all of a parameter that has an owner."""
     model, expected = build(), build()
     axes = DataParallelMeshDims(replicate="replicas")
@@ -296,15 +272,18 @@ def _replicas_only(rank: int, world_size: int) -> None:
         torch.testing.assert_close(seen.grad.full_tensor(), whole.grad)
 
 
-def test_owners_among_replicas_only() -> None:
-    run_ranks(2, _replicas_only)
+@on_ranks(2)
+def test_what_cannot_work_is_refused_by_name(rank: int, world_size: int) -> None:
+    for choose, message in REFUSED.values():
+        with pytest.raises((ValueError, TypeError), match=message):
+            fully_shard(Block(8), mesh=rank_mesh((world_size,)), shard_placement_fn=choose)
+    model = shard(build(), rank_mesh((world_size,)), "rows")
+    with pytest.raises(NotImplementedError, match=r"aten.mm.default .*Blocks\(rows=4\).*full_tensor"):
+        model.head.weight.detach() @ torch.ones(10, 2)
 
 
-def test_what_cannot_work_is_refused_by_name() -> None:
-    run_ranks(2, _refuses)
-
-
-def _refuses_without_operators(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_torch_that_runs_no_operators_of_ours_is_refused_by_version(rank: int, world_size: int) -> None:
     model = Block(8)
     with mock.patch.object(managed, "RUNS_SUBCLASSES", False):
         for kind in ("owned", "rows"):
@@ -314,10 +293,6 @@ def _refuses_without_operators(rank: int, world_size: int) -> None:
                 fully_shard(model, mesh=rank_mesh((world_size,)), shard_placement_fn=PLACEMENTS[kind])
         assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
         fully_shard(model, mesh=rank_mesh((world_size,)), shard_placement_fn=lambda p: Shard(0))
-
-
-def test_a_torch_that_runs_no_operators_of_ours_is_refused_by_version() -> None:
-    run_ranks(2, _refuses_without_operators)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from shardkit.core import (
     fully_shard,
     materialize,
 )
-from tests.support import networked_mesh, rank_mesh, run_ranks
+from tests.support import networked_mesh, on_ranks, rank_mesh
 from tests.support.models import TiedModel
 
 CHOICES: dict[str, Callable[[nn.Parameter], object]] = {
@@ -73,7 +73,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def _together(rank: int, world_size: int, setting: str, networked: bool) -> None:
+@pytest.mark.daily(networked=[True])
+@pytest.mark.parametrize("networked", [False, True])
+@pytest.mark.parametrize("setting", SETTINGS)
+@on_ranks(4)
+def test_same_bits_as_shard(rank: int, world_size: int, setting: str, networked: bool) -> None:
     make = networked_mesh if networked else rank_mesh
     mesh = make((2, world_size // 2), ("replicate", "shard")) if setting == "hsdp" else make((world_size,))
     expected: dict[str, torch.Tensor] | None = None
@@ -95,14 +99,8 @@ def _together(rank: int, world_size: int, setting: str, networked: bool) -> None
             torch.testing.assert_close(seen[name], value)
 
 
-@pytest.mark.daily(networked=[True])
-@pytest.mark.parametrize("networked", [False, True])
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_same_bits_as_shard(setting: str, networked: bool) -> None:
-    run_ranks(4, _together, setting, networked)
-
-
-def _compressed(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_compression(rank: int, world_size: int) -> None:
     policy = CompressionPolicy(gather="bf16", reduce="bf16")
     found = [
         trained(build(choice, networked_mesh((world_size,)), compression_policy=policy), rank)
@@ -114,11 +112,8 @@ def _compressed(rank: int, world_size: int) -> None:
             torch.testing.assert_close(found[1][name], value, rtol=0.05, atol=2e-3)
 
 
-def test_compression() -> None:
-    run_ranks(3, _compressed)
-
-
-def _moved(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_module_to(rank: int, world_size: int) -> None:
     for choice in ("owned", "rows", "elements"):
         model = build(choice, rank_mesh((world_size,)))
         expected = {name: p.full_tensor() for name, p in model.named_parameters()}
@@ -128,7 +123,3 @@ def _moved(rank: int, world_size: int) -> None:
         for name, p in model.named_parameters():
             assert torch.equal(p.full_tensor(), expected[name])
         model(torch.ones(2, 3, dtype=torch.long)).sum().backward()
-
-
-def test_module_to() -> None:
-    run_ranks(2, _moved)

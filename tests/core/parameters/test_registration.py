@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from shardkit.core import fully_shard
 from shardkit.core.engine.step import state_of
-from tests.support import run_ranks
+from tests.support import on_ranks
 from tests.support.meshes import rank_mesh
 from tests.support.twins import Twins, batch
 
@@ -35,7 +35,8 @@ def _loss(model: nn.Module, rank: int) -> Tensor:
     return model(batch(rank, 3, 4)).square().mean()
 
 
-def _new_dict(rank: int, world_size: int) -> None:
+@on_ranks(1, 2)
+def test_a_module_with_a_new_dict_of_parameters(rank: int, world_size: int) -> None:
     """As unpickling or a library that swaps a module's contents does."""
     twins = Twins.of(rank, world_size, _Two, _shard)
     twins.step(_loss)
@@ -45,12 +46,11 @@ def _new_dict(rank: int, world_size: int) -> None:
         twins.step(_loss)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_module_with_a_new_dict_of_parameters(world_size: int) -> None:
-    run_ranks(world_size, _new_dict)
-
-
-def _frozen_in_forward(rank: int, world_size: int, reshard_after_forward: bool) -> None:
+@pytest.mark.parametrize(("world_size", "reshard_after_forward"), [(1, True), (2, True), (2, False)])
+@on_ranks()
+def test_a_parameter_that_is_frozen_while_it_is_unsharded(
+    rank: int, world_size: int, reshard_after_forward: bool
+) -> None:
     """A hook freezes the parameter that it sees, the unsharded one; later steps find the sharded one frozen."""
     twins = Twins.of(rank, world_size, _Two, lambda model: _shard(model, reshard_after_forward=reshard_after_forward))
     twins.step(_loss)
@@ -68,11 +68,6 @@ def _frozen_in_forward(rank: int, world_size: int, reshard_after_forward: bool) 
     assert twins.sharded.first.weight.grad is None and twins.sharded.first.bias.grad is None
 
 
-@pytest.mark.parametrize(("world_size", "reshard_after_forward"), [(1, True), (2, True), (2, False)])
-def test_a_parameter_that_is_frozen_while_it_is_unsharded(world_size: int, reshard_after_forward: bool) -> None:
-    run_ranks(world_size, _frozen_in_forward, reshard_after_forward)
-
-
 class _Momentum(nn.Module):
     """Its forward writes to the parameters of a teacher, whose gather is under way by then, the same in each run."""
 
@@ -88,7 +83,8 @@ class _Momentum(nn.Module):
         return y * self.teacher(x)
 
 
-def _written_in_forward(rank: int, world_size: int) -> None:
+@on_ranks(1, 2)
+def test_a_forward_that_writes_to_parameters_that_it_reads_later(rank: int, world_size: int) -> None:
     def shard(model: Any) -> None:
         for layer in (model.student, model.teacher):
             fully_shard(layer)
@@ -101,11 +97,6 @@ def _written_in_forward(rank: int, world_size: int) -> None:
         twins.step(_loss)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_forward_that_writes_to_parameters_that_it_reads_later(world_size: int) -> None:
-    run_ranks(world_size, _written_in_forward)
-
-
 class _Calls(_Two):
     """Computes with other values of its second layer."""
 
@@ -114,7 +105,8 @@ class _Calls(_Two):
         return torch.func.functional_call(self.second, others, (self.first(x),))
 
 
-def _replaced_in_forward(rank: int, world_size: int) -> None:
+@on_ranks(1, 2)
+def test_a_parameter_that_is_replaced_in_forward_is_refused(rank: int, world_size: int) -> None:
     """Stock ignores the other values."""
     _shard(model := _Calls())
     with pytest.raises(RuntimeError, match=r"'second\.weight' was replaced on its module since the forward of"):
@@ -123,11 +115,6 @@ def _replaced_in_forward(rank: int, world_size: int) -> None:
     for layer in (model.first, model.second):
         layer(batch(rank, 3, 4)).sum().backward()
         assert all(isinstance(parameter, DTensor) for parameter in layer.parameters())
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_parameter_that_is_replaced_in_forward_is_refused(world_size: int) -> None:
-    run_ranks(world_size, _replaced_in_forward)
 
 
 class _Tied(nn.Module):
@@ -140,7 +127,8 @@ class _Tied(nn.Module):
         return self.second(self.first(x).tanh())
 
 
-def _tied_later(rank: int, world_size: int) -> None:
+@on_ranks(1, 2)
+def test_a_tie_to_a_group_that_was_trained(rank: int, world_size: int) -> None:
     """The second module comes when the first one has been trained; they share their only parameter."""
     twins = Twins.of(rank, world_size, _Tied, lambda model: fully_shard(model.first))
     for model in (twins.sharded, twins.whole):
@@ -151,12 +139,19 @@ def _tied_later(rank: int, world_size: int) -> None:
         twins.step(_loss)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_tie_to_a_group_that_was_trained(world_size: int) -> None:
-    run_ranks(world_size, _tied_later)
+def _shard_blocks(model: Any) -> None:
+    for block in model:
+        fully_shard(block)
+    fully_shard(model)
 
 
-def _steps_in_backward(rank: int, world_size: int) -> None:
+def _shard_blocks_of(model: Any) -> Any:
+    _shard_blocks(model)
+    return model
+
+
+@on_ranks(1, 2)
+def test_steps_in_the_middle_of_backward(rank: int, world_size: int) -> None:
     """Each parameter's optimizer steps as soon as its gradient is there, in the middle of backward."""
     during: list[bool] = []
     for accumulates in (False, True):
@@ -182,23 +177,28 @@ def _steps_in_backward(rank: int, world_size: int) -> None:
     assert any(during) or world_size == 1
 
 
-def _shard_blocks(model: Any) -> None:
-    for block in model:
-        fully_shard(block)
-    fully_shard(model)
+@on_ranks(2)
+def test_steps_in_backward_after_zero_grad(rank: int, world_size: int) -> None:
+    """Between forward and backward the user drops what waited: it is not stepped on, and nothing is refused."""
+    model: Any = _shard_blocks_of(nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model[2].bias.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    before = [parameter.full_tensor().detach().clone() for parameter in model.parameters()]
+    model.set_requires_gradient_sync(False)
+    model(torch.ones(2, 8)).sum().backward()
+    model.set_requires_gradient_sync(True)
+    loss = model(torch.ones(2, 8)).sum()
+    model.zero_grad()
+    loss.backward()
+    changed = [not torch.equal(a, b.full_tensor()) for a, b in zip(before, model.parameters(), strict=True)]
+    assert changed[:2] == [False, False] and changed[5]
 
 
-def _shard_blocks_of(model: Any) -> Any:
-    _shard_blocks(model)
-    return model
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_steps_in_the_middle_of_backward(world_size: int) -> None:
-    run_ranks(world_size, _steps_in_backward)
-
-
-def _steps_on_gradients_that_wait(rank: int, world_size: int, replicas: bool) -> None:
+@pytest.mark.parametrize(("world_size", "replicas"), [(1, False), (2, False), (2, True)])
+@on_ranks()
+def test_an_optimizer_of_several_groups_does_not_step_on_gradients_that_wait(
+    rank: int, world_size: int, replicas: bool
+) -> None:
     """The group that backward reduces first lets an optimizer of all groups step."""
     model: Any = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
     mesh = rank_mesh((world_size, 1), ("replicas", "shards")) if replicas else None
@@ -216,31 +216,6 @@ def _steps_on_gradients_that_wait(rank: int, world_size: int, replicas: bool) ->
         model(torch.ones(2, 64)).sum().backward()
     after = [parameter.full_tensor() for parameter in model.parameters()]
     assert all(map(torch.equal, before, after))
-
-
-def _steps_after_zero_grad(rank: int, world_size: int) -> None:
-    """Between forward and backward the user drops what waited: it is not stepped on, and nothing is refused."""
-    model: Any = _shard_blocks_of(nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model[2].bias.register_post_accumulate_grad_hook(lambda _: optimizer.step())
-    before = [parameter.full_tensor().detach().clone() for parameter in model.parameters()]
-    model.set_requires_gradient_sync(False)
-    model(torch.ones(2, 8)).sum().backward()
-    model.set_requires_gradient_sync(True)
-    loss = model(torch.ones(2, 8)).sum()
-    model.zero_grad()
-    loss.backward()
-    changed = [not torch.equal(a, b.full_tensor()) for a, b in zip(before, model.parameters(), strict=True)]
-    assert changed[:2] == [False, False] and changed[5]
-
-
-def test_steps_in_backward_after_zero_grad() -> None:
-    run_ranks(2, _steps_after_zero_grad)
-
-
-@pytest.mark.parametrize(("world_size", "replicas"), [(1, False), (2, False), (2, True)])
-def test_an_optimizer_of_several_groups_does_not_step_on_gradients_that_wait(world_size: int, replicas: bool) -> None:
-    run_ranks(world_size, _steps_on_gradients_that_wait, replicas)
 
 
 class _Language(nn.Module):
@@ -267,7 +242,9 @@ def _new(model: Any, factor: float = 1) -> nn.Parameter:
     return nn.Parameter(model.state_dict()["head.weight"].detach() * factor)
 
 
-def _untied_after_sharding(rank: int, world_size: int, separate: bool) -> None:
+@pytest.mark.parametrize(("world_size", "separate"), [(1, True), (2, False), (2, True)])
+@on_ranks()
+def test_a_tie_that_is_cut_after_sharding_is_refused(rank: int, world_size: int, separate: bool) -> None:
     """A tied parameter keeps one value, so the other would be lost: in stock it is lost without a word."""
     refused = functools.partial(pytest.raises, ValueError, match="' is tied, and 'weight' of .* its other 1 use does")
     for slot in ("embedding", "head"):
@@ -300,29 +277,6 @@ def _untied_after_sharding(rank: int, world_size: int, separate: bool) -> None:
     model(_TOKENS)
 
 
-@pytest.mark.parametrize(("world_size", "separate"), [(1, True), (2, False), (2, True)])
-def test_a_tie_that_is_cut_after_sharding_is_refused(world_size: int, separate: bool) -> None:
-    run_ranks(world_size, _untied_after_sharding, separate)
-
-
-def _tied_again(rank: int, world_size: int, separate: bool) -> None:
-    """The model can be trained, moved and cast after each of them."""
-    for change in (_assign_to_both, _load_both, _call_with_others):
-        model = _language(separate)
-        before = model(_TOKENS).detach()
-        model.reshard()
-        factor = change(model)
-        assert model.head.weight is model.embedding.weight
-        for dtype in (torch.float32, torch.float64):
-            model.to(dtype)
-            output = model(_TOKENS)
-            assert torch.allclose(output.float(), before * factor**2, atol=1e-5), change
-            output.sum().backward()
-            assert model.head.weight is model.embedding.weight
-            assert model.head.weight.grad is not None
-            model.zero_grad()
-
-
 def _assign_to_both(model: Any) -> float:
     model.embedding.weight = model.head.weight = _new(model, 3)
     return 3
@@ -346,23 +300,23 @@ def _call_with_others(model: Any) -> float:
 
 
 @pytest.mark.parametrize(("world_size", "separate"), [(1, False), (2, False), (2, True)])
-def test_a_tie_that_gets_other_values(world_size: int, separate: bool) -> None:
-    run_ranks(world_size, _tied_again, separate)
-
-
-def _different_values_in_a_state_dict(rank: int, world_size: int, shard: Callable[[Any], Any]) -> None:
-    """They may be tied by the model afterwards; else the next forward refuses them."""
-    for tied_after in (False, True):
-        shard(model := _Language())
-        state = {"embedding.weight": _new(model, 2).detach(), "head.weight": _new(model, 3).detach()}
-        model.load_state_dict(state, strict=False, assign=True)
-        if tied_after:
-            model.head.weight = model.embedding.weight
-            model(_TOKENS).sum().backward()
-            assert torch.equal(model.state_dict()["head.weight"].to_local(), state["embedding.weight"].to_local())
-            continue
-        with pytest.raises(ValueError, match=r"' is tied, and 'weight' of a .* \(or a state dict gave it values\)"):
-            model(_TOKENS)
+@on_ranks()
+def test_a_tie_that_gets_other_values(rank: int, world_size: int, separate: bool) -> None:
+    """The model can be trained, moved and cast after each of them."""
+    for change in (_assign_to_both, _load_both, _call_with_others):
+        model = _language(separate)
+        before = model(_TOKENS).detach()
+        model.reshard()
+        factor = change(model)
+        assert model.head.weight is model.embedding.weight
+        for dtype in (torch.float32, torch.float64):
+            model.to(dtype)
+            output = model(_TOKENS)
+            assert torch.allclose(output.float(), before * factor**2, atol=1e-5), change
+            output.sum().backward()
+            assert model.head.weight is model.embedding.weight
+            assert model.head.weight.grad is not None
+            model.zero_grad()
 
 
 def _both(model: Any) -> None:
@@ -375,5 +329,19 @@ def _root(model: Any) -> None:
 
 
 @pytest.mark.parametrize(("world_size", "shard"), [(1, _both), (2, _root), (2, _both)])
-def test_a_state_dict_with_different_values_for_a_tie_is_refused(world_size: int, shard: Callable[[Any], Any]) -> None:
-    run_ranks(world_size, _different_values_in_a_state_dict, shard)
+@on_ranks()
+def test_a_state_dict_with_different_values_for_a_tie_is_refused(
+    rank: int, world_size: int, shard: Callable[[Any], Any]
+) -> None:
+    """They may be tied by the model afterwards; else the next forward refuses them."""
+    for tied_after in (False, True):
+        shard(model := _Language())
+        state = {"embedding.weight": _new(model, 2).detach(), "head.weight": _new(model, 3).detach()}
+        model.load_state_dict(state, strict=False, assign=True)
+        if tied_after:
+            model.head.weight = model.embedding.weight
+            model(_TOKENS).sum().backward()
+            assert torch.equal(model.state_dict()["head.weight"].to_local(), state["embedding.weight"].to_local())
+            continue
+        with pytest.raises(ValueError, match=r"' is tied, and 'weight' of a .* \(or a state dict gave it values\)"):
+            model(_TOKENS)

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils import _pytree as pytree
 
 import shardkit.core as shardkit
-from tests.support import rank_mesh, run_ranks
+from tests.support import on_ranks, rank_mesh, run_ranks
 from tests.support.wire_weights import BFloat16OnTheWire, SameOnTheWire, WireWeight, _aten
 
 
@@ -167,7 +167,8 @@ def test_hsdp_like_stock(wire: str) -> None:
     run_ranks(4, like_stock, wire, {"mesh": (2, 2)})
 
 
-def arguments(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_arguments_of_the_hooks(rank: int, world_size: int) -> None:
     BFloat16OnTheWire.calls.clear()
     Int8OnTheWire.calls.clear()
     mesh = rank_mesh((2, 2), ("replicate", "shard"))
@@ -188,11 +189,8 @@ def arguments(rank: int, world_size: int) -> None:
     assert Int8OnTheWire.calls == [(mesh["shard"], torch.Size([16, 8]), (8, 1), type(linear), torch.bfloat16)]
 
 
-def test_arguments_of_the_hooks() -> None:
-    run_ranks(4, arguments)
-
-
-def memory(rank: int, world_size: int) -> None:
+@on_ranks(1, 2)
+def test_memory_is_freed(rank: int, world_size: int) -> None:
     """Resharding frees the memory of the unsharded weight, both its own and the wire's."""
     for wire in (BFloat16OnTheWire, Int8OnTheWire, ScaledOnTheWire):
         linear = nn.Linear(8, 16, bias=False)
@@ -206,11 +204,6 @@ def memory(rank: int, world_size: int) -> None:
             assert nbytes == 16 * 8 * inner.itemsize
             linear.reshard()
             assert inner.untyped_storage().nbytes() == 0
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_memory_is_freed(world_size: int) -> None:
-    run_ranks(world_size, memory)
 
 
 class TwoInOneMemory(Int8OnTheWire):
@@ -228,16 +221,12 @@ class TwoInOneMemory(Int8OnTheWire):
         return weight, (both[: scale.numel()], weight, data, scale)
 
 
-def two_in_one_memory(rank: int, world_size: int) -> None:
+@on_ranks(1, 2)
+def test_memory_of_two_tensors_comes_back_whole(rank: int, world_size: int) -> None:
     WIRES["two"] = TwoInOneMemory
     expected, seen = (_train(shardkit, rank, wire, mesh=rank_mesh((world_size,))) for wire in ("int8", "two"))
     for label in expected:
         assert torch.equal(expected[label], seen[label]), label
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_memory_of_two_tensors_comes_back_whole(world_size: int) -> None:
-    run_ranks(world_size, two_in_one_memory)
 
 
 class EveryFourthColumn(Int8OnTheWire):
@@ -278,7 +267,8 @@ def _weight_of(wire: type[WireWeight], mesh: DeviceMesh) -> nn.Linear:
     return linear
 
 
-def strided_memory(rank: int, world_size: int) -> None:
+@on_ranks(1, 2)
+def test_memory_of_a_strided_weight_comes_back_whole(rank: int, world_size: int) -> None:
     plain, strided = (_weight_of(wire, rank_mesh((world_size,))) for wire in (Int8OnTheWire, EveryFourthColumn))
     for _ in range(3):
         for linear in (plain, strided):
@@ -289,12 +279,8 @@ def strided_memory(rank: int, world_size: int) -> None:
             linear.reshard()
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_memory_of_a_strided_weight_comes_back_whole(world_size: int) -> None:
-    run_ranks(world_size, strided_memory)
-
-
-def another_dtype(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_wire_that_changes_is_refused(rank: int, world_size: int) -> None:
     EachTimeAnother.calls.clear()
     linear = _weight_of(EachTimeAnother, rank_mesh((world_size,)))
     linear.unshard()
@@ -304,10 +290,6 @@ def another_dtype(rank: int, world_size: int) -> None:
     message = r"'weight' returned tensors .* 64 of torch.bfloat16; expected 64 of torch.float32"
     with pytest.raises(ValueError, match=message):
         linear.unshard()
-
-
-def test_a_wire_that_changes_is_refused() -> None:
-    run_ranks(2, another_dtype)
 
 
 class PaddedOnTheWire(WireWeight):
@@ -339,7 +321,9 @@ class PaddingLeftOn(PaddedOnTheWire):
         return None if out is not None else (gathered[0], gathered)
 
 
-def padded_by_the_hook(rank: int, world_size: int, kind: type[PaddedOnTheWire]) -> None:
+@pytest.mark.parametrize("kind", [PaddedOnTheWire, PaddingLeftOn])
+@on_ranks(2, 3, 4)
+def test_uneven_padded_by_the_hook(rank: int, world_size: int, kind: type[PaddedOnTheWire]) -> None:
     """Rows 5 over 2, 3 and 4 ranks: the last rank holds less than the others, or nothing."""
     torch.manual_seed(0)
     linear = nn.Linear(3, 5, bias=False)
@@ -357,12 +341,6 @@ def padded_by_the_hook(rank: int, world_size: int, kind: type[PaddedOnTheWire]) 
     assert isinstance(linear.weight.to_local(), kind)
 
 
-@pytest.mark.parametrize("kind", [PaddedOnTheWire, PaddingLeftOn])
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_uneven_padded_by_the_hook(world_size: int, kind: type[PaddedOnTheWire]) -> None:
-    run_ranks(world_size, padded_by_the_hook, kind)
-
-
 class UnpaddedOnTheWire(WireWeight):
     def fsdp_pre_all_gather(
         self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: Any
@@ -372,7 +350,8 @@ class UnpaddedOnTheWire(WireWeight):
     fsdp_post_all_gather = BFloat16OnTheWire.fsdp_post_all_gather
 
 
-def uneven(rank: int, world_size: int) -> None:
+@on_ranks(2, 4)
+def test_uneven_shards_are_refused_on_every_rank(rank: int, world_size: int) -> None:
     linear = nn.Linear(3, 5, bias=False)
     linear.weight = nn.Parameter(UnpaddedOnTheWire(linear.weight.detach()))
     shardkit.fully_shard(linear, mesh=rank_mesh((world_size,)))
@@ -380,22 +359,14 @@ def uneven(rank: int, world_size: int) -> None:
         linear(torch.ones(1, 3).bfloat16())
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_uneven_shards_are_refused_on_every_rank(world_size: int) -> None:
-    run_ranks(world_size, uneven)
-
-
-def columns(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_shards_of_columns_are_refused(rank: int, world_size: int) -> None:
     mesh = rank_mesh((world_size,), ("shard",))
     linear = nn.Linear(8, 16, bias=False)
     linear.weight = nn.Parameter(BFloat16OnTheWire(linear.weight.detach()))
     with pytest.raises(TypeError, match=r"'weight', a BFloat16OnTheWire with fsdp_pre_all_gather: .*Return Shard\(0\)"):
         shardkit.fully_shard(linear, mesh=mesh, shard_placement_fn=lambda parameter: Shard(parameter.ndim - 1))
     assert not isinstance(linear, shardkit.FSDPModule)
-
-
-def test_shards_of_columns_are_refused() -> None:
-    run_ranks(2, columns)
 
 
 class WrongArity(WireWeight):
@@ -409,7 +380,8 @@ class OnlyPre(WireWeight):
     fsdp_pre_all_gather = BFloat16OnTheWire.fsdp_pre_all_gather
 
 
-def malformed_hooks(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_malformed_hooks(rank: int, world_size: int) -> None:
     linear = nn.Linear(8, 16, bias=False)
     linear.weight = nn.Parameter(WrongArity(linear.weight.detach()))
     shardkit.fully_shard(linear, mesh=rank_mesh((world_size,)))
@@ -421,11 +393,8 @@ def malformed_hooks(rank: int, world_size: int) -> None:
         shardkit.fully_shard(linear, mesh=rank_mesh((world_size,)))
 
 
-def test_malformed_hooks() -> None:
-    run_ranks(2, malformed_hooks)
-
-
-def state_dict(rank: int, world_size: int) -> None:
+@on_ranks(1, 2)
+def test_state_dict(rank: int, world_size: int) -> None:
     """A state dict holds the wrapped shards, and loading copies into them."""
     torch.manual_seed(0)
     model = Model(Int8OnTheWire)
@@ -442,21 +411,13 @@ def state_dict(rank: int, world_size: int) -> None:
         assert torch.equal(model(torch.ones(2, 8)), before)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_state_dict(world_size: int) -> None:
-    run_ranks(world_size, state_dict)
-
-
-def smaller_group(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_smaller_group(rank: int, world_size: int) -> None:
     """Resharding to a smaller group after forward, which stock refuses, gives the same numbers as to all ranks."""
     mesh = rank_mesh((world_size,))
     expected, seen = (_train(shardkit, rank, "int8", mesh=mesh, reshard_after_forward=to) for to in (True, 2))
     for label in expected:
         assert torch.equal(expected[label], seen[label]), label
-
-
-def test_smaller_group() -> None:
-    run_ranks(4, smaller_group)
 
 
 def _put_hooks_on(local: Tensor, called: list[DeviceMesh]) -> None:
@@ -476,7 +437,8 @@ def _put_hooks_on(local: Tensor, called: list[DeviceMesh]) -> None:
     local.fsdp_pre_all_gather, local.fsdp_post_all_gather = before, after
 
 
-def _hooks_on_the_tensor(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_hooks_that_are_put_on_local_tensors(rank: int, world_size: int) -> None:
     """The hooks may also be put on the local tensors of a model that is sharded already, and has run."""
     seen = []
     for fully_shard in (stock.fully_shard, shardkit.fully_shard):
@@ -496,7 +458,3 @@ def _hooks_on_the_tensor(rank: int, world_size: int) -> None:
         seen.append([output, *(parameter.grad.full_tensor() for parameter in model.parameters())])
     for theirs, ours in zip(*seen, strict=True):
         torch.testing.assert_close(ours, theirs)
-
-
-def test_hooks_that_are_put_on_local_tensors() -> None:
-    run_ranks(2, _hooks_on_the_tensor)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shardkit.core as shardkit
-from tests.support import rank_mesh, run_ranks
+from tests.support import on_ranks, rank_mesh, run_ranks
 
 training = pytest.importorskip("torchao.prototype.quantized_training")
 quantization = pytest.importorskip("torchao.quantization")
@@ -94,7 +94,9 @@ def test_training_like_stock(kind: str, reshard_after_forward: bool) -> None:
     run_ranks(2, like_stock, kind, {"reshard_after_forward": reshard_after_forward})
 
 
-def one_rank(rank: int, world_size: int, kind: str) -> None:
+@pytest.mark.parametrize("kind", MODELS)
+@on_ranks(1)
+def test_one_rank_like_one_process(rank: int, world_size: int, kind: str) -> None:
     """Stock hands on one of the hook's tensors only on a single rank, so the unsharded model is the reference."""
     torch.manual_seed(0)
     model = MODELS[kind]()
@@ -109,8 +111,3 @@ def one_rank(rank: int, world_size: int, kind: str) -> None:
             torch.manual_seed(step)
             torch.optim.SGD([p for p in one.parameters() if p.requires_grad], lr=0.5).step()
             one.zero_grad()
-
-
-@pytest.mark.parametrize("kind", MODELS)
-def test_one_rank_like_one_process(kind: str) -> None:
-    run_ranks(1, one_rank, kind)

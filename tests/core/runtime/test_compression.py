@@ -30,7 +30,7 @@ from tests.core.runtime.cases import (
     summed,
     whole,
 )
-from tests.support import networked_mesh, rank_mesh, run_ranks
+from tests.support import networked_mesh, on_ranks, rank_mesh, run_ranks
 from tests.support.comms import CountingAllGather, RankOrderReduceScatter
 from tests.support.models import Block
 
@@ -135,7 +135,24 @@ def _reduces(rank: int, world_size: int, kind: str, name: str, cases: Sequence[s
                     assert torch.equal(seen[i], expected), (case_name, item, step, grad_dtype, reduce_dtype)
 
 
-def _narrow_gradients(rank: int, world_size: int, kind: str, name: str) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(2)
+def test_gradients_that_are_not_rounded_drop_the_errors_of_earlier_ones(rank: int, world_size: int, kind: str) -> None:
+    policy = CompressionPolicy(reduce="bf16", error_feedback=True)
+    case, used, fresh = CASES["small"], _over(kind, policy), _over(kind, policy)
+    for dtype in (F32, BF16):
+        run_reduce(reduce_plan(case, used, dtype, F32), _terms(case, dtype, rank), None, None)
+    assert not used.residuals
+    seen, expected = (run_reduce(reduce_plan(case, one, F32, F32), _terms(case, F32, rank)) for one in (used, fresh))
+    assert all(map(torch.equal, seen, expected))
+
+
+@pytest.mark.parametrize("name", ["int8", "bf16"])
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(2)
+def test_bf16_gradients_that_are_summed_in_fp32_travel_as_bf16(
+    rank: int, world_size: int, kind: str, name: str
+) -> None:
     """Each rank sends its peers' rows once, in two bytes an element, and the sum in fp32 is that of the exact terms."""
     over = _over(kind, POLICIES[name])
     case = CASES["small"]  # vectors as well, which no policy rounds
@@ -149,27 +166,6 @@ def _narrow_gradients(rank: int, world_size: int, kind: str, name: str) -> None:
             assert torch.equal(seen, summed(chunks, F32, None, None))
 
 
-def _errors_before_narrow_gradients(rank: int, world_size: int, kind: str) -> None:
-    policy = CompressionPolicy(reduce="bf16", error_feedback=True)
-    case, used, fresh = CASES["small"], _over(kind, policy), _over(kind, policy)
-    for dtype in (F32, BF16):
-        run_reduce(reduce_plan(case, used, dtype, F32), _terms(case, dtype, rank), None, None)
-    assert not used.residuals
-    seen, expected = (run_reduce(reduce_plan(case, one, F32, F32), _terms(case, F32, rank)) for one in (used, fresh))
-    assert all(map(torch.equal, seen, expected))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_gradients_that_are_not_rounded_drop_the_errors_of_earlier_ones(kind: str) -> None:
-    run_ranks(2, _errors_before_narrow_gradients, kind)
-
-
-@pytest.mark.parametrize("name", ["int8", "bf16"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_bf16_gradients_that_are_summed_in_fp32_travel_as_bf16(kind: str, name: str) -> None:
-    run_ranks(2, _narrow_gradients, kind, name)
-
-
 @pytest.mark.daily(world_size=[3])
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("kind", KINDS)
@@ -181,15 +177,12 @@ def test_reduce(world_size: int, kind: str, name: str) -> None:
 SMALL = ("small", "empty_chunks", "other_dims")
 
 
-def _in_small_parts(rank: int, world_size: int) -> None:
+@on_ranks(4, isolated=True)
+def test_chunks_are_rounded_in_parts(rank: int, world_size: int) -> None:
     """Few chunks are rounded at once, so that every run of ranks takes several goes."""
     wire._AT_ONCE = 40
     _gathers(rank, world_size, "pairwise", "int8", SMALL)
     _reduces(rank, world_size, "pairwise", "int8", SMALL)
-
-
-def test_chunks_are_rounded_in_parts() -> None:
-    run_ranks(4, _in_small_parts, isolated=True)
 
 
 class _Kernels(TorchDispatchMode):
@@ -229,7 +222,9 @@ def test_a_device_rounds_much_at_once() -> None:
     assert reduction < 700  # two for each rank and matrix would be 882
 
 
-def _wire_bytes(rank: int, world_size: int, kind: str) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(4)
+def test_wire_bytes(rank: int, world_size: int, kind: str) -> None:
     """The wire bytes of events equal the bytes of the rows, and all reported memory is freed again."""
     policy = CompressionPolicy(gather="int8", reduce="int8", block=100, error_feedback=True)
     over = _over(kind, policy)
@@ -259,12 +254,8 @@ def _wire_bytes(rank: int, world_size: int, kind: str) -> None:
     assert left == {"packed": 0, "gradient": 0, "reduce_input": 0, "reduce_output": sums, "residual": residual}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_wire_bytes(kind: str) -> None:
-    run_ranks(4, _wire_bytes, kind)
-
-
-def _overflow(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_overflow_is_seen_once(rank: int, world_size: int) -> None:
     """Values that are not finite arrive as such, and do not come back with the next gradient."""
     over = _over("pairwise", POLICIES["feedback"])
     case = Case(((world_size, 20),), (0,), (F32,))
@@ -276,10 +267,6 @@ def _overflow(rank: int, world_size: int) -> None:
         assert not seen[0, 3].isfinite()
         (seen,) = run_reduce(plan, [torch.full((world_size, 20), 2.0)])
         assert torch.equal(seen, torch.full((1, 20), 2.0 * world_size))
-
-
-def test_overflow_is_seen_once() -> None:
-    run_ranks(3, _overflow)
 
 
 # -- fully_shard -------------------------------------------------------------------------------------------------------
@@ -380,7 +367,14 @@ class Reference:
         return sent
 
 
-def _against_reference(rank: int, world_size: int, replicas: int, param_dtype: torch.dtype | None, name: str) -> None:
+@pytest.mark.daily(world_size=[3, 4])
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("param_dtype", [None, BF16])
+@pytest.mark.parametrize(("world_size", "replicas"), [(2, 1), (3, 1), (4, 2)])
+@on_ranks()
+def test_training_against_the_same_arithmetic_in_one_process(
+    rank: int, world_size: int, replicas: int, param_dtype: torch.dtype | None, name: str
+) -> None:
     policy = POLICIES[name]
     mixed = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=F32)
     hsdp = replicas > 1
@@ -413,16 +407,6 @@ def _against_reference(rank: int, world_size: int, replicas: int, param_dtype: t
                 twin -= 0.1 * expected[fqn]
 
 
-@pytest.mark.daily(world_size=[3, 4])
-@pytest.mark.parametrize("name", POLICIES)
-@pytest.mark.parametrize("param_dtype", [None, BF16])
-@pytest.mark.parametrize(("world_size", "replicas"), [(2, 1), (3, 1), (4, 2)])
-def test_training_against_the_same_arithmetic_in_one_process(
-    world_size: int, replicas: int, param_dtype: torch.dtype | None, name: str
-) -> None:
-    run_ranks(world_size, _against_reference, replicas, param_dtype, name)
-
-
 def _net(mesh: Any, **options: Any) -> Any:
     torch.manual_seed(0)
     model = Net()
@@ -439,7 +423,8 @@ def _gradients(model: Any, rank: int, micro_batches: int = 1) -> list[Tensor]:
     return [p.grad.to_local().clone() for p in model.parameters()]
 
 
-def _accumulates(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_accumulation(rank: int, world_size: int) -> None:
     """Without sync nothing is rounded: the sum of micro-batches is, once."""
     mesh = networked_mesh((world_size,))
     reductions: list[str] = []
@@ -456,22 +441,16 @@ def _accumulates(rank: int, world_size: int) -> None:
     assert any(not torch.equal(one, other) for one, other in zip(seen, exact, strict=True))
 
 
-def test_accumulation() -> None:
-    run_ranks(2, _accumulates)
-
-
-def _shared(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_shared_memory_compresses_nothing(rank: int, world_size: int) -> None:
     """Where ranks share memory nothing is on the wire, and nothing is rounded."""
     mesh = rank_mesh((world_size,))
     seen = _gradients(_net(mesh, compression_policy=POLICIES["feedback"]), rank)
     assert all(torch.equal(one, two) for one, two in zip(seen, _gradients(_net(mesh), rank), strict=True))
 
 
-def test_shared_memory_compresses_nothing() -> None:
-    run_ranks(2, _shared)
-
-
-def _kept_on_neighbours(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_reshard_to_neighbours(rank: int, world_size: int) -> None:
     """A smaller group keeps values that are rounded already, so backward gathers the values that forward used."""
     mesh, policy = networked_mesh((world_size,)), POLICIES["int8"]
     whole_group = _gradients(_net(mesh, compression_policy=policy, reshard_after_forward=True), rank)
@@ -479,11 +458,8 @@ def _kept_on_neighbours(rank: int, world_size: int) -> None:
     assert all(torch.equal(one, two) for one, two in zip(whole_group, neighbours, strict=True))
 
 
-def test_reshard_to_neighbours() -> None:
-    run_ranks(4, _kept_on_neighbours)
-
-
-def _residuals_go(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_errors_that_cannot_come_back_are_dropped(rank: int, world_size: int) -> None:
     """Errors are kept while they can come back, and no longer; events say so."""
     policy = CompressionPolicy(reduce="bf16", error_feedback=True)
     model = _net(networked_mesh((world_size,)), compression_policy=policy)
@@ -506,11 +482,8 @@ def _residuals_go(rank: int, world_size: int) -> None:
     assert sum(held) == 0
 
 
-def test_errors_that_cannot_come_back_are_dropped() -> None:
-    run_ranks(2, _residuals_go)
-
-
-def _only_one_side(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_what_is_compressed(rank: int, world_size: int) -> None:
     """Each side is compressed by itself, and a group of nothing but vectors is not at all."""
     mesh = networked_mesh((world_size,))
     for policy, dtypes in (
@@ -530,11 +503,8 @@ def _only_one_side(rank: int, world_size: int) -> None:
     assert {e.dtype for e in heard if isinstance(e, events.GatherStarted | events.ReduceStarted)} == {F32}
 
 
-def test_what_is_compressed() -> None:
-    run_ranks(2, _only_one_side)
-
-
-def _refused(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_what_is_refused(rank: int, world_size: int) -> None:
     with pytest.raises(ValueError, match=r'gather must be "int8", "bf16" or None, got \'int4\''):
         CompressionPolicy(gather="int4")
     with pytest.raises(ValueError, match=r"block must be a positive number of elements, got 0"):
@@ -558,11 +528,8 @@ def _refused(rank: int, world_size: int) -> None:
         fully_shard(tied, mesh=rank_mesh((world_size,)))
 
 
-def test_what_is_refused() -> None:
-    run_ranks(2, _refused)
-
-
-def _fails_in_between(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_reset_drops_errors(rank: int, world_size: int) -> None:
     """A failed iteration's errors are not fed back."""
     mesh, policy = networked_mesh((world_size,)), POLICIES["feedback"]
     expected = _gradients(_net(mesh, compression_policy=policy), rank)
@@ -570,7 +537,3 @@ def _fails_in_between(rank: int, world_size: int) -> None:
     _gradients(model, rank, 2)
     model.reset_iter_state()
     assert all(torch.equal(one, two) for one, two in zip(_gradients(model, rank), expected, strict=True))
-
-
-def test_reset_drops_errors() -> None:
-    run_ranks(2, _fails_in_between)

@@ -19,7 +19,7 @@ from tests.core.runtime.cases import (
     summed,
     whole,
 )
-from tests.support import run_ranks
+from tests.support import on_ranks, run_ranks
 
 
 def _group() -> dist.ProcessGroup:
@@ -61,7 +61,8 @@ class _Reduce(_Recorded):
         PlainReduceScatter()(output_tensor, input_tensor, group, op)
 
 
-def _uses_custom_comms(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_custom_communication_gets_one_packed_buffer(rank: int, world_size: int) -> None:
     users = _Gather(), _Reduce()
     over = CustomTransport(_group(), CPU, *users)
     case = CASES["mixed_dims"]
@@ -80,10 +81,6 @@ def _uses_custom_comms(rank: int, world_size: int) -> None:
         assert torch.equal(seen, expected)
     assert users[1].allocated == [((row * world_size,), F32), ((row,), F32)]
     assert users[1].called == [(row, row * world_size, F32)]
-
-
-def test_custom_communication_gets_one_packed_buffer() -> None:
-    run_ranks(2, _uses_custom_comms)
 
 
 def _mixed_dtypes_travel_as_bytes(rank: int, world_size: int) -> list[torch.dtype]:

@@ -7,7 +7,7 @@ from shardkit.core import events
 from shardkit.core.runtime.lanes import make_lane
 from shardkit.core.runtime.storage import raw_view
 from tests.core.runtime.cases import CASES, CPU, chunk_of, gather_plan, placed, run_gather, transport, whole
-from tests.support import run_ranks
+from tests.support import on_ranks, run_ranks
 
 WORLD_SIZES = [2, 3, 4]  # one rank has no transport
 TRANSPORTS = ["lent", "shared", "pairwise", "c10d_packed", "c10d_direct", "custom"]
@@ -18,7 +18,10 @@ def _same(seen: torch.Tensor, expected: torch.Tensor) -> None:
     assert torch.equal(seen.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))
 
 
-def _gathers(rank: int, world_size: int, kind: str) -> None:
+@pytest.mark.daily(world_size=[3])
+@pytest.mark.parametrize("kind", TRANSPORTS)
+@on_ranks(*WORLD_SIZES)
+def test_gather_restores_the_tensors(rank: int, world_size: int, kind: str) -> None:
     over = transport(kind)
     for name, case in CASES.items():
         plan = gather_plan(case, over)
@@ -31,14 +34,9 @@ def _gathers(rank: int, world_size: int, kind: str) -> None:
                 assert seen.dtype == expected.dtype
 
 
-@pytest.mark.daily(world_size=[3])
-@pytest.mark.parametrize("kind", TRANSPORTS)
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_gather_restores_the_tensors(world_size: int, kind: str) -> None:
-    run_ranks(world_size, _gathers, kind)
-
-
-def _casts(rank: int, world_size: int, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["lent", "shared", "pairwise"])
+@on_ranks(3)
+def test_sources_are_cast_when_written(rank: int, world_size: int, kind: str) -> None:
     over = transport(kind)
     case = CASES["bfloat16"]
     plan = gather_plan(case, over)
@@ -49,12 +47,8 @@ def _casts(rank: int, world_size: int, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["lent", "shared", "pairwise"])
-@pytest.mark.parametrize("world_size", [3])
-def test_sources_are_cast_when_written(world_size: int, kind: str) -> None:
-    run_ranks(world_size, _casts, kind)
-
-
-def _overlaps(rank: int, world_size: int, kind: str) -> None:
+@on_ranks(2, 4)
+def test_gathers_overlap_and_may_be_waited_for_in_any_order(rank: int, world_size: int, kind: str) -> None:
     over = transport(kind)
     lane = make_lane(CPU, "all-gather")
     running = []
@@ -71,12 +65,6 @@ def _overlaps(rank: int, world_size: int, kind: str) -> None:
         ticket.wait()
         for flat, expected in zip(flats, full, strict=True):
             _same(flat[: expected.numel()].view(expected.shape), expected)
-
-
-@pytest.mark.parametrize("kind", ["lent", "shared", "pairwise"])
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_gathers_overlap_and_may_be_waited_for_in_any_order(world_size: int, kind: str) -> None:
-    run_ranks(world_size, _overlaps, kind)
 
 
 def _leaves_version_counters(rank: int, world_size: int, kind: str) -> int:

@@ -16,7 +16,7 @@ from shardkit.core.runtime.lanes import CpuLane, Program, StreamLane, hold, make
 from shardkit.core.runtime.pairwise import PairwiseTransport
 from shardkit.core.runtime.plan import Transport
 from tests.core.runtime.cases import CASES, CPU, flats_for, gather_plan
-from tests.support import run_ranks
+from tests.support import on_ranks, run_ranks
 
 
 class _Work:
@@ -99,7 +99,8 @@ def test_an_error_of_a_listener_leaves_no_transfer_behind() -> None:
     assert log == ["launch 0", "closed"]
 
 
-def _half_posted(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_transfers_that_are_half_posted_end_before_the_error(rank: int, world_size: int) -> None:
     """Rank 0 may not send what it wants to, after it has begun to receive."""
     transport = PairwiseTransport(dist.group.WORLD, CPU)
     incoming = torch.zeros(3)
@@ -111,10 +112,6 @@ def _half_posted(rank: int, world_size: int) -> None:
     else:
         for work in transport.exchange(torch.tensor([1.0, 2.0, 3.0]), [3, 0], incoming, [3, 0], 7):
             work.wait()
-
-
-def test_transfers_that_are_half_posted_end_before_the_error() -> None:
-    run_ranks(2, _half_posted)
 
 
 def test_a_failing_program_names_the_group() -> None:

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from shardkit.core.runtime.memory import require_memory
-from tests.support import run_ranks
+from tests.support import on_ranks
 
 
 def _group() -> dist.ProcessGroup:
@@ -14,10 +14,7 @@ def _group() -> dist.ProcessGroup:
     return group
 
 
-def _without_an_allocator(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_backend_without_an_allocator_is_refused(rank: int, world_size: int) -> None:
     with pytest.raises(ValueError, match=r"group '0\.weight'.*\(gloo\) cannot allocate memory on cpu; use.*NCCL"):
         require_memory(_group(), torch.device("cpu"), "0.weight")
-
-
-def test_a_backend_without_an_allocator_is_refused() -> None:
-    run_ranks(2, _without_an_allocator)

@@ -17,7 +17,7 @@ from shardkit.core.runtime.sharding import ChunkLayout
 from shardkit.core.runtime.shared.transport import SharedTransport
 from shardkit.core.runtime.storage import allocate_storage, free_storage, raw_view
 from tests.core.runtime.cases import BF16, CASES, CPU, F32, flats_for, gather_plan, reduce_plan, transport
-from tests.support import run_ranks
+from tests.support import on_ranks, run_ranks
 
 
 def _decisions(rank: int, world_size: int, kind: str) -> tuple[list[int], list[int], list[int]]:
@@ -71,7 +71,9 @@ def test_wire_dtypes() -> None:
     assert run_ranks(2, _wire_dtypes, "c10d_packed")[0] == [F32, F32, BF16, BF16]
 
 
-def _output_layout(rank: int, world_size: int, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["shared", "pairwise", "c10d_packed", "c10d_direct"])
+@on_ranks(3)
+def test_output_views_partition_the_output(rank: int, world_size: int, kind: str) -> None:
     for case in CASES.values():
         plan = reduce_plan(case, transport(kind), F32, F32)
         flat = torch.zeros(plan.output_numel)
@@ -86,11 +88,6 @@ def _output_layout(rank: int, world_size: int, kind: str) -> None:
         if kind in ("shared", "pairwise"):
             assert plan.output_numel == sum(counts)
         assert plan.allocate_output().shape == flat.shape
-
-
-@pytest.mark.parametrize("kind", ["shared", "pairwise", "c10d_packed", "c10d_direct"])
-def test_output_views_partition_the_output(kind: str) -> None:
-    run_ranks(3, _output_layout, kind)
 
 
 def _asks(rank: int, world_size: int) -> None:
@@ -111,7 +108,8 @@ def test_a_gloo_group_is_asked_once_and_not_kept() -> None:
     run_ranks(2, _asks, isolated=True)  # no model of another test holds the transport
 
 
-def _runs_over_the_fake_backend(rank: int, world_size: int) -> None:
+@on_ranks(1, isolated=True)
+def test_an_unknown_backend_gets_plain_collectives(rank: int, world_size: int) -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.destroy_process_group()
@@ -128,10 +126,6 @@ def _runs_over_the_fake_backend(rank: int, world_size: int) -> None:
         grads = [torch.ones(shape) for shape in case.shapes]
         program = reduction.transport.reduce(reduction, grads, Mean(dist.ReduceOp.AVG))
         make_lane(CPU, "reduce-scatter").start(program, plan.label).wait()
-
-
-def test_an_unknown_backend_gets_plain_collectives() -> None:
-    run_ranks(1, _runs_over_the_fake_backend, isolated=True)
 
 
 def test_storage_comes_and_goes_under_its_tensors() -> None:

@@ -21,7 +21,7 @@ from tests.core.runtime.cases import (
     transport,
     whole,
 )
-from tests.support import run_ranks
+from tests.support import on_ranks, run_ranks
 
 WORLD_SIZES = [2, 3, 4]  # one rank has no transport
 NAMES = [
@@ -142,17 +142,13 @@ def test_two_ranks_average_alike_over_every_transport() -> None:
             assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-def _strided(rank: int, world_size: int, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["shared", "pairwise", "c10d_direct"])
+@on_ranks(2, 3)
+def test_strides_of_gradients_do_not_matter(rank: int, world_size: int, kind: str) -> None:
     plan = reduce_plan(CASES["mixed_dims"], transport(kind), F32, F32)
     dense = run_reduce(plan, _grads("mixed_dims", F32, rank))
     strided = run_reduce(plan, _grads("mixed_dims", F32, rank, strided=True))
     assert all(torch.equal(a, b) for a, b in zip(dense, strided, strict=True))
-
-
-@pytest.mark.parametrize("kind", ["shared", "pairwise", "c10d_direct"])
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_strides_of_gradients_do_not_matter(world_size: int, kind: str) -> None:
-    run_ranks(world_size, _strided, kind)
 
 
 def _events_of_a_reduction(

@@ -29,7 +29,7 @@ from shardkit.core.runtime.shared.neighbours import Channel, Neighbours
 from shardkit.core.runtime.shared.tables import Table
 from shardkit.core.runtime.shared.transport import SharedTransport
 from tests.core.runtime.cases import CASES, CPU, flats_for, gather_plan, transport
-from tests.support import RankFailure, rank_mesh, run_ranks
+from tests.support import RankFailure, on_ranks, rank_mesh, run_ranks
 from tests.support.waiting import await_file
 
 
@@ -67,7 +67,14 @@ def test_shards_lie_in_shared_memory_from_the_start() -> None:
         assert placed == [True] * 4
 
 
-def _many_modules_are_loaded(rank: int, world_size: int) -> None:
+def _segments_of(model: nn.Module) -> int:
+    places = [segment.locate(parameter.to_local()) for parameter in model.parameters() if parameter.to_local().numel()]
+    assert None not in places
+    return len({id(place[0]) for place in places if place is not None})
+
+
+@on_ranks(2, isolated=True)
+def test_loads_of_more_modules_than_a_message_has_descriptors(rank: int, world_size: int) -> None:
     """More modules in one group than a message carries descriptors of memory files."""
     whole = nn.Sequential(*(nn.Linear(4, 4) for _ in range(300)))
     torch.manual_seed(1)
@@ -82,16 +89,6 @@ def _many_modules_are_loaded(rank: int, world_size: int) -> None:
     torch.testing.assert_close(model(torch.ones(2, 4)), whole(torch.ones(2, 4)))
     model.reshard()
     assert taken == [parameter.to_local().data_ptr() for parameter in model.parameters()], "tensors over them are lost"
-
-
-def _segments_of(model: nn.Module) -> int:
-    places = [segment.locate(parameter.to_local()) for parameter in model.parameters() if parameter.to_local().numel()]
-    assert None not in places
-    return len({id(place[0]) for place in places if place is not None})
-
-
-def test_loads_of_more_modules_than_a_message_has_descriptors() -> None:
-    run_ranks(2, _many_modules_are_loaded, isolated=True)
 
 
 def _leaves_nothing(rank: int, world_size: int) -> tuple[int, int, int]:
@@ -306,7 +303,8 @@ def test_a_gather_across_a_forward_is_settled_too(tmp_path: Path) -> None:
         assert torch.equal(expected, seen)
 
 
-def _first_in_inference_mode(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_first_gather_in_inference_mode_leaves_shards_that_can_be_trained(rank: int, world_size: int) -> None:
     torch.manual_seed(0)
     with torch.device("meta"):
         model = nn.Linear(8, 8)
@@ -318,10 +316,6 @@ def _first_in_inference_mode(rank: int, world_size: int) -> None:
     with torch.no_grad():
         model.weight.to_local().mul_(0.5)
     _step(model, 8)
-
-
-def test_a_first_gather_in_inference_mode_leaves_shards_that_can_be_trained() -> None:
-    run_ranks(2, _first_in_inference_mode)
 
 
 class _LateBackward(nn.Module):
@@ -444,7 +438,8 @@ def _pair(timeout: float) -> tuple[Neighbours, Neighbours]:
     return Neighbours([None, ends[0]], timeout), Neighbours([ends[1], None], timeout)
 
 
-def _one_that_does_not_read(rank: int, world_size: int) -> None:
+@on_ranks(1)
+def test_no_wait_ends_before_the_peer_has_what_it_needs(rank: int, world_size: int) -> None:
     sender, receiver = _pair(1.0)
     tables = [Table("block", segment.shared_copies([torch.ones(4)])) for _ in range(2)]
     operations = []
@@ -467,10 +462,6 @@ def _one_that_does_not_read(rank: int, world_size: int) -> None:
     sender.collect(last, "block")
     reader.join()
     sender.close(), receiver.close()
-
-
-def test_no_wait_ends_before_the_peer_has_what_it_needs() -> None:
-    run_ranks(1, _one_that_does_not_read)
 
 
 def _too_many_descriptors(rank: int, world_size: int) -> str:
@@ -504,17 +495,14 @@ def test_descriptors_that_the_kernel_does_not_carry_yet_wait() -> None:
     assert "memory for rank 1 of the group cannot be shared" in message and "ulimit -n" in message
 
 
-def _heard_in_inference_mode(rank: int, world_size: int) -> None:
+@on_ranks(1)
+def test_what_is_heard_in_inference_mode_can_be_summed(rank: int, world_size: int) -> None:
     sender, receiver = _pair(5.0)
     operation = sender.post(Channel.REDUCE, Table("block", segment.shared_copies([torch.ones(4)])))
     with torch.inference_mode():
         tables = receiver.collect(operation, "block")
     assert torch.equal(tables[0].tensors[0].add_(1), torch.full((4,), 2.0))  # as a sum does, after an evaluation
     sender.close(), receiver.close()
-
-
-def test_what_is_heard_in_inference_mode_can_be_summed() -> None:
-    run_ranks(1, _heard_in_inference_mode)
 
 
 # -- when it is not available ------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from shardkit.core import fully_shard
 from shardkit.core.runtime.shared import meeting, segment
 from shardkit.core.runtime.shared.meeting import neighbours_of
 from shardkit.core.runtime.shared.segment import Mapping, Segment
-from tests.support import run_ranks
+from tests.support import on_ranks, run_ranks
 
 NOBODY = 65534
 _GARBAGE = (b"", b"\0" * 4, b"\1\0\0\0", b"x" * 100)
@@ -122,7 +122,8 @@ def test_strangers_of_the_same_user_are_turned_away() -> None:
         assert all(map(torch.equal, one, other))
 
 
-def _meets_among_strangers(rank: int, world_size: int) -> None:
+@on_ranks(2, isolated=True)
+def test_callers_without_the_secret_are_turned_away(rank: int, world_size: int) -> None:
     """Before rank 1 calls rank 0, others do who are silent, or wrong in one way each."""
     real = meeting._call
     secrets: list[bytes] = []
@@ -152,11 +153,8 @@ def _meets_among_strangers(rank: int, world_size: int) -> None:
             assert stranger.recv(1) == b"", "hung up"
 
 
-def test_callers_without_the_secret_are_turned_away() -> None:
-    run_ranks(2, _meets_among_strangers, isolated=True)
-
-
-def _never_calls(rank: int, world_size: int) -> None:
+@on_ranks(2, isolated=True)
+def test_a_rank_that_does_not_call_is_named(rank: int, world_size: int) -> None:
     group = dist.new_group(timeout=dt.timedelta(seconds=3))
     if rank == 1:
 
@@ -169,10 +167,6 @@ def _never_calls(rank: int, world_size: int) -> None:
         return
     with pytest.raises(TimeoutError, match=r"ranks \[1\] of the group have not connected to rank 0 over shared memory"):
         neighbours_of(group)
-
-
-def test_a_rank_that_does_not_call_is_named() -> None:
-    run_ranks(2, _never_calls, isolated=True)
 
 
 def _left_behind(rank: int, world_size: int, directory: str) -> list[str]:
