@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.support.comms import RankOrderReduceScatter
@@ -33,6 +32,7 @@ from tests.support.features import FEATURES, Feature
 from tests.support.models import MODELS, ModelSpec
 from tests.support.schedules import Run, plain
 from tests.support.trace import EXACT, LOW_PRECISION, SUMMATION_ORDER, Tolerance, Trace, assert_same
+from tests.support.twins import Twins, assert_close
 
 STOCK = "torch.distributed.fsdp"
 CANDIDATE = os.environ.get("SHARDKIT_PARITY_CANDIDATE", "shardkit.core")
@@ -152,65 +152,29 @@ def _shard_blocks_then_root(model: nn.Module, api: Any, spec: ModelSpec, options
     api.fully_shard(model, **options)
 
 
-def single_process_reference(world_size: int, case: Case) -> Trace:
-    """Train ``case`` in float64 on all ranks' data at once, without any sharding: mathematics, not an oracle's bits.
+def compare_with_single_process(rank: int, world_size: int, case: Case) -> None:
+    """Compare the candidate with one process that has the batches of all ranks: the mathematics, no oracle's bits.
 
-    For cases whose features leave the mathematics alone (no low precision, no divide factor, plain schedule).
+    In float64, for features that leave the mathematics alone (no low precision, no divide factor, plain schedule).
     """
-    model = build(case).double()
-    optimizer = OPTIMIZERS[case.optimizer](p for p in model.parameters() if p.requires_grad)
-    trace = Trace()
-    runs = [Run(rank, None, case.spec, model, optimizer, Trace()) for rank in range(world_size)]
-    for step in range(case.steps):
-        losses = [run.loss(step, dtype=torch.float64) for run in runs]
-        (sum(losses) / world_size).backward()
-        trace.add(f"step {step}: loss", torch.stack(losses).mean())
-        trace.add_gradients(f"step {step}", model)
-        optimizer.step()
-        optimizer.zero_grad()
-        trace.add_parameters(f"step {step}", model)
-    return trace
-
-
-def compare_with_single_process(rank: int, world_size: int, case: Case, tolerance: Tolerance) -> None:
-    """Compare the candidate's losses, gathered gradients and gathered parameters with the float64 reference."""
-    expected = single_process_reference(world_size, case)
-    seen = train_gathered(rank, world_size, case)
-    for trace in (expected, seen):
-        trace.entries = {label: _as_float64(record) for label, record in trace.entries.items()}
-    assert_same(expected, seen, tolerance)
-
-
-def train_gathered(rank: int, world_size: int, case: Case) -> Trace:
-    """Train with the candidate and record the same entries as the single-process reference. Collective."""
     api = load_api(case.candidate)
-    model = build(case)
-    shard(model, case, api, world_size)
+    twins = Twins.of(rank, world_size, lambda: build(case).double(), lambda model: shard(model, case, api, world_size))
     for feature in case.chosen:
-        feature.prepare(model, api, case.spec)
-    optimizer = OPTIMIZERS[case.optimizer](p for p in model.parameters() if p.requires_grad)
-    trace = Trace()
-    run = Run(rank, api, case.spec, model, optimizer, Trace())
+        feature.prepare(twins.sharded, api, case.spec)
+    optimizers = [
+        OPTIMIZERS[case.optimizer](p for p in model.parameters() if p.requires_grad)
+        for model in (twins.sharded, twins.whole)
+    ]
     for step in range(case.steps):
-        loss = run.loss(step)
-        loss.backward()
-        mean = loss.detach().clone()
-        dist.all_reduce(mean)
-        trace.add(f"step {step}: loss", mean / world_size)
-        for fqn, parameter in model.named_parameters():
-            trace.add(f"step {step}: gradient of {fqn}", _gathered(parameter.grad))
-        optimizer.step()
-        optimizer.zero_grad()
-        for fqn, parameter in model.named_parameters():
-            trace.add(f"step {step}: parameter {fqn}", _gathered(parameter.detach()))
-    return trace
 
+        def loss(model: nn.Module, rank: int, step: int = step) -> Tensor:
+            return Run(rank, api, case.spec, model, optimizers[0], Trace()).loss(step, dtype=torch.float64)
 
-def _gathered(tensor: Any) -> Tensor | None:
-    return None if tensor is None else tensor.full_tensor()
-
-
-def _as_float64(record: Any) -> Any:
-    from tests.support.trace import _TensorRecord
-
-    return _TensorRecord({"shape": tuple(record.values.shape)}, record.values.double()) if record is not None else None
+        with torch.no_grad():
+            assert_close(loss(twins.sharded, rank), loss(twins.whole, rank), f"step {step}: loss")
+        twins.backward(loss)
+        twins.check_gradients()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        twins.check_parameters()

@@ -99,7 +99,7 @@ def on_ranks(*world_sizes: int, **options: Any) -> Callable[[Callable[..., Any]]
             run_ranks(world_size, test, *(values[one.name] for one in parameters), **options)
 
         size = inspect.Parameter("world_size", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        # What pytest is to hand over.
+        # The arguments that pytest is to hand over.
         test.__signature__ = inspect.Signature([size, *parameters] if len(world_sizes) != 1 else parameters)
         test.on_a_rank = body
         return pytest.mark.parametrize("world_size", world_sizes)(test) if len(world_sizes) > 1 else test

@@ -5,7 +5,7 @@ import torch
 
 from tests.support import RankFailure, run_ranks
 from tests.support.parity import STOCK, Case, compare_training, compare_with_single_process
-from tests.support.trace import EXACT, SUMMATION_ORDER, Tolerance, Trace, assert_same
+from tests.support.trace import EXACT, SUMMATION_ORDER, Trace, assert_same
 
 FAULTY = "tests.support.faulty_stock:"
 
@@ -42,8 +42,8 @@ def test_fault_is_caught(fault: str, symptom: str) -> None:
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_doubled_gradients_are_caught_without_an_oracle(optimizer: str) -> None:
     case = Case("mlp", optimizer=optimizer, candidate=FAULTY + "doubled_gradients")
-    with pytest.raises(RankFailure, match=r"step 0: gradient of inp\.weight"):
-        run_ranks(3, compare_with_single_process, case, Tolerance(1e-4, 2e-6))
+    with pytest.raises(RankFailure, match=r"gradient of inp\.weight"):
+        run_ranks(3, compare_with_single_process, case)
 
 
 def test_tolerance() -> None:

@@ -1,6 +1,6 @@
 """A sharded model beside the same model in one process, which gets the batches of all ranks.
 
-`tests/support/parity.py` compares with stock's engine; this is for what stock refuses, or does otherwise.
+`tests/support/parity.py` compares with stock's engine; these serve where stock refuses, or does otherwise.
 """
 
 import copy

@@ -8,7 +8,6 @@ from tests.support import run_ranks
 from tests.support.features import FEATURES, model_for, runs_on
 from tests.support.models import MODELS
 from tests.support.parity import Case, compare_training, compare_with_single_process
-from tests.support.trace import Tolerance
 
 WORLD_SIZES = (1, 2, 3, 4)
 
@@ -58,8 +57,7 @@ def test_sums_of_gloo(feature: str | None, world_size: int) -> None:
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_single_process(model: str, optimizer: str, world_size: int) -> None:
     """No oracle but the mathematics: one process, float64, the ranks' batches together."""
-    tolerance = Tolerance(rtol=1e-4, atol=2e-6)
-    run_ranks(world_size, compare_with_single_process, Case(model, optimizer=optimizer), tolerance)
+    run_ranks(world_size, compare_with_single_process, Case(model, optimizer=optimizer))
 
 
 @pytest.mark.parametrize(
@@ -75,4 +73,4 @@ def test_single_process(model: str, optimizer: str, world_size: int) -> None:
 )
 def test_single_process_of_features(case: Case) -> None:
     """Features that stock lacks, or does not have bit for bit, are compared with a single process as well."""
-    run_ranks(4, compare_with_single_process, case, Tolerance(rtol=1e-4, atol=2e-6))
+    run_ranks(4, compare_with_single_process, case)
