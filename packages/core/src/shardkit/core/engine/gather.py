@@ -138,6 +138,7 @@ def gather_sharded(group: Gathered) -> Ticket | None:
     read = sources
     if group.offloaded:
         read = context.on_device(sources, (item.dtype for each in plans.items for item in each))
+    # The lane owns the memory: it frees and allocates in its own order, and need not wait for the compute stream.
     with lane.owning_memory():
         with contextlib.nullcontext() if transport is None else transport.registered_memory():
             for param, items_of in zip(params, plans.items, strict=True):
@@ -147,7 +148,7 @@ def gather_sharded(group: Gathered) -> Ticket | None:
             program = plans.sharded.transport.gather(plans.sharded, read, targets)
         else:
             program = gather_alone(read, targets)
-    if plans.sharded is None and not lane.has_streams:
+    if plans.sharded is None and not lane.has_streams:  # a single rank on a CPU: a copy, which ends here
         next(program, None)
         return None
     # The lane waits for the current stream only if that has written to the shards: everything that computes would delay

@@ -270,6 +270,7 @@ class FSDPParamGroup:
         """
         room = self.schedule.room
         if self.residence in _WITH_MEMORY:
+            # Backward must read what forward has read, also if the shards were written to since.
             if in_backward or not self.written:
                 room.take_back(self)
                 if self.residence is Residence.CACHED:
@@ -288,7 +289,7 @@ class FSDPParamGroup:
             check.record("all-gather", self.label, self.mesh.shard_group, self.device)
         try:
             self.ticket = gather_kept(self) if from_kept else gather_sharded(self)
-        except BaseException:
+        except BaseException:  # Ctrl-C included: some storages may have their memory already
             self.free()
             raise
         self._move_to(Residence.GATHERING)
@@ -312,7 +313,7 @@ class FSDPParamGroup:
             self._wait_for_unshard()
         elif self.residence is Residence.UNSHARDED:
             pass_on_freezing(self.params)
-            if self.ticket is not None:
+            if self.ticket is not None:  # another stream may have waited, and not this one
                 self.ticket.wait()
 
     @_ungraphed
@@ -320,7 +321,7 @@ class FSDPParamGroup:
         self._end_gather()
         if self.settings.post_forward_mesh is not None:
             for param in self.params:
-                param.kept.clear()
+                param.kept.clear()  # not before: a gather in flight reads them
         register_unsharded(self.params)
         self._move_to(Residence.UNSHARDED)
         self.schedule.room.note_gathered(self)
@@ -366,7 +367,7 @@ class FSDPParamGroup:
             return
         self.prefetched = self.held_by_user = False
         if self.residence is Residence.GATHERING:
-            self._end_gather()
+            self._end_gather()  # transfers write to the memory that is freed below
         register_sharded(self.params)
         unsharded = self.residence is Residence.UNSHARDED
         if (smaller := self.settings.post_forward_mesh) is not None:
@@ -428,6 +429,7 @@ class FSDPParamGroup:
         self._accumulating = not reduces
         for param in filter(_may_defer, self.params):
             param.end_deferring()
+        # Before the reduction, which takes memory: the parameters' is there for it, or for the next gather.
         self.reshard_after_use(keep=keep, cache=cache)
         if gradients:
             self._reduce(params, gradients, self.settings)
@@ -531,7 +533,7 @@ class FSDPParamGroup:
         self.backward_users.clear()
         self.reshard()
         self._accumulating = False
-        if self.transports is not None:
+        if self.transports is not None:  # rounding errors of a step that did not end belong to no gradient
             self.transports[1].forget_residuals()
         for param in self.params:
             param.forget_gradients()

@@ -130,6 +130,7 @@ def buckets(
     dtypes = [*map(_dtype_of, gradients)]
     sums = [common or param.sums_dtype or dtype for param, dtype in zip(params, dtypes, strict=True)]
     kinds = [*zip(dtypes, sums, strict=True)]
+    # Loops in C: this runs for each gradient, in every step.
     found = [
         Bucket(
             [*compress(params, map(eq, kinds, repeat(kind)))],
@@ -208,7 +209,7 @@ def _reduce(
         if over or hook is not None:
             # The next stage needs none of the gradients, and the next group's reduce-scatter need not wait for it.
             yield NEXT_STAGE
-            hold(output)
+            hold(output)  # each stage has a stream of its own, which must end before the memory is used again
         for replicas in over:
             yield from all_reduce(output, replicas, division.op, group.label)
         if hook is not None:
@@ -219,7 +220,7 @@ def _reduce(
         if len(dtypes) == 1 and output.dtype not in dtypes:
             views = views_of(output.to(dtypes.pop()))
         for param, view in zip(params, views, strict=True):
-            param.deliver(view)
+            param.deliver(view)  # runs the user's gradient hooks, and an optimizer that steps in them
     finally:
         note_freed(output, group.label, "reduce_output")
 

@@ -242,6 +242,7 @@ class Room:
 
     def free_unused(self, *, in_backward: bool) -> None:
         """At the end of a phase: frees groups that were gathered ahead for it in vain, as for skipped modules."""
+        # A list, because resharding changes the dict.
         for reference in [reference for reference, backward in self._ahead.items() if backward == in_backward]:
             del self._ahead[reference]
             group = reference()

@@ -214,7 +214,7 @@ class Schedule(Generic[_S]):
                 return f"the forward of '{root.fqn}' before it raised an error"
             if not inside:
                 return f"the forward of '{root.fqn}' has not ended (it was interrupted, or runs in another thread)"
-        if self.backward is not None and not in_backward():
+        if self.backward is not None and not in_backward():  # autograd has dropped the end that was queued
             name = next((f", of '{state.fqn}'," for state in self.all_states), "")
             return f"the backward before it{name} never ended (it raised an error, or was interrupted)"
         return None
@@ -349,7 +349,7 @@ class Schedule(Generic[_S]):
     def will_be_left(self, one: Pass) -> bool:
         """Whether the running backward will call us when it leaves this pass."""
         node = None if one.leaving is None else one.leaving()
-        if node is None:
+        if node is None:  # its graph is gone, or no input needs a gradient
             return False
         if one.forward and self.backward is not None and current_backward() != self.backward.number:
             return True  # asked in the inner backward of a recomputation, which knows only its own nodes
@@ -359,7 +359,7 @@ class Schedule(Generic[_S]):
         """A backward has ended, which is returned: what it did not visit waits for another one."""
         ended = self.backward or Backward(-1, False, Timetable(), [])
         self.backward = None
-        if ended.set_aside:
+        if ended.set_aside:  # in the order of forward again, which the next backward reverses
             self.passes = sorted((*ended.set_aside, *self.passes), key=operator.attrgetter("forward", "ended"))
         return ended
 
