@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support import RankError, RankFailure, RankTimeout, pool, rank_mesh, run_ranks
+from tests.support import RankError, RankFailure, RankTimeout, on_ranks, pool, rank_mesh, run_ranks
 from tests.support.waiting import await_file, await_true
 
 
@@ -105,6 +105,11 @@ def threads(rank: int, world_size: int) -> tuple[int, str]:
 
 def was_prepared(rank: int, world_size: int) -> bool:
     return "tests.support.rank_server" in sys.modules
+
+
+@on_ranks(2)
+def no_test(rank: int, world_size: int, failing: int) -> None:
+    assert rank != failing
 
 
 def pids(world_size: int) -> list[int]:
@@ -230,6 +235,19 @@ def test_death_of_a_rank() -> None:
     died = next(error for error in caught.value.errors if error.rank == 1)
     assert "die_on" in died.output, "faulthandler's stack of the fatal signal is part of the report"
     assert run_ranks(2, threads) == [(1, "1"), (1, "1")]
+
+
+@pytest.mark.parametrize("more", ["a", "b"])
+@on_ranks(1, 3)
+def test_a_test_may_run_on_ranks(rank: int, world_size: int, more: str) -> None:
+    assert (dist.get_rank(), dist.get_world_size()) == (rank, world_size)
+    assert more in "ab"
+
+
+def test_a_test_on_ranks_fails_if_it_fails_on_one() -> None:
+    no_test(failing=2)
+    with pytest.raises(RankFailure, match=r"test_pool\.no_test failed on rank 1 of 2"):
+        no_test(failing=1)
 
 
 def test_warnings_reappear() -> None:
