@@ -203,7 +203,7 @@ def _bad_policies(rank: int, world_size: int) -> None:
         MixedPrecisionPolicy(param_dtype="bfloat16")
     with pytest.raises(TypeError, match=r"mp_policy must be a MixedPrecisionPolicy, got torch.bfloat16; pass"):
         fully_shard(nn.Linear(2, 2), mp_policy=torch.bfloat16)
-    with pytest.raises(TypeError, match=r"offload_policy must be an OffloadPolicy, .*, got True; pass"):
+    with pytest.raises(TypeError, match=r"offload_policy must be an OffloadPolicy, got True; pass"):
         fully_shard(nn.Linear(2, 2), offload_policy=True)
     with pytest.raises(ValueError, match="at least one of shard and replicate"):
         DataParallelMeshDims()
