@@ -12,6 +12,7 @@ _HEADINGS = {
     "shardkit.core": "Sharding, policies, clipping, full state dicts.",
     "shardkit.core.checkpoint": "Checkpoints of training runs.",
     "shardkit.core.events": "Typed events of the engine, for loggers and tools.",
+    "shardkit.weights": "Weights to other processes, without a full tensor.",
     "shardkit.tp_adapter": "Fused weights, and checkpoints of models that tensor parallelism has cut.",
     "shardkit.legacy_fsdp_compat": "FSDP1's API; [case by case](../legacy_fsdp.md) it is compared with stock's.",
     "shardkit.legacy_fsdp_compat.migrate": "Conversion of FSDP1's checkpoints, from Python.",

@@ -20,6 +20,8 @@ NOT_FOR_USERS = {
     "shardkit.legacy_fsdp_compat.__getattr__": "Python's own words for a name that a module lacks",
     "shardkit.tools.__getattr__": "Python's own words for a name that a module lacks",
     "shardkit.tools.torch_compat.FakeTensors._pictured": "caught in the same file",
+    "shardkit.weights.boxes._box": "caught in the same file",
+    "shardkit.weights.boxes._size": "caught in the same file",
 }
 
 # Functions that raise an error made elsewhere, again or with a prefix, with the reason.
@@ -36,6 +38,7 @@ PASSED_ON = {
     "shardkit.legacy_fsdp_compat.migrate.script.rewrite": "the parser's own words",
     "shardkit.legacy_fsdp_compat.migrate.wrapping.wrapping_of_config": "adds the file",
     "shardkit.tools.report.measures.parse_limit": "adds the limit to `quantities.parse_quantity`'s error",
+    "shardkit.weights.receiver.WeightReceiver._next": "raises the error of `plan.plan`, which sender 0 has passed on",
 }
 
 # Functions whose errors end the message of another one for the user: words of that message, or its class.

@@ -49,9 +49,12 @@ AUTOINSTALL = "shardkit.autoinstall"
 # Options of commands, of several distributions: they import neither torch nor the modules that run the commands.
 COMMANDS = "shardkit.commands"
 
+# Above core, in its distribution, for those who import it: nothing else does.
+WEIGHTS = "shardkit.weights"
+
 # import name -> the sibling packages that it may import
 SIBLINGS: dict[str, set[str]] = {
-    "shardkit.core": {"shardkit.autoinstall", "shardkit.commands"},
+    "shardkit.core": {"shardkit.autoinstall", "shardkit.commands", "shardkit.weights"},
     "shardkit.tp_adapter": {"shardkit.core"},
     "shardkit.legacy_fsdp_compat": {"shardkit.core", "shardkit.tp_adapter", "shardkit.commands"},
     "shardkit.tools": {"shardkit.core", "shardkit.autoinstall"},
@@ -105,7 +108,7 @@ def core() -> Package:
 
 
 def test_imports_run_downwards():
-    beside = (AUTOINSTALL, COMMANDS)
+    beside = (AUTOINSTALL, COMMANDS, WEIGHTS)
     assert upward_imports([source for source in core().sources() if not source.module.startswith(beside)]) == []
 
 
@@ -117,6 +120,11 @@ def test_autoinstall_imports_no_torch():
     assert {entry.module for source in sources for entry in source.imports() if "shardkit" in entry.module} == {
         AUTOINSTALL
     }
+
+
+def test_weights_costs_an_import_only_those_who_import_it():
+    sources = [source for one in packages() for source in one.sources() if not source.module.startswith(WEIGHTS)]
+    assert [source.module for source in sources for entry in source.imports() if entry.path.startswith(WEIGHTS)] == []
 
 
 def test_options_of_commands_import_no_torch():

@@ -1,0 +1,84 @@
+"""Copies pieces between tensors and buckets of bytes; a copy also casts, and runs on the device of the tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from shardkit.core.checkpoint.plan import boxes_of
+from shardkit.weights.boxes import Box, Held, Piece, dtype_named, intersection
+
+__all__ = ["Names", "Source", "bytes_of", "describe", "pack", "unpack"]
+
+Source = Mapping[str, Sequence[tuple[Box, torch.Tensor]]]
+"""The boxes of each tensor that a sender holds, with their values."""
+
+Names = Callable[[str], str | Sequence[str] | None]
+
+
+def describe(
+    model: nn.Module | Mapping[str, torch.Tensor], names: Names, dtype: torch.dtype | None
+) -> tuple[list[Held], Source]:
+    """The parts of a model that this rank holds, and their values; views, so nothing is copied.
+
+    Raises:
+        TypeError: for a value that is not a dense tensor.
+        ValueError: if two tensors have one name, or a placement is neither Replicate nor sharding.
+    """
+    held: list[Held] = []
+    source: dict[str, list[tuple[Box, torch.Tensor]]] = {}
+    of: dict[str, str] = {}
+    state = model.state_dict() if isinstance(model, nn.Module) else model
+    for fqn, tensor in state.items():
+        named = names(fqn)
+        for name in () if named is None else (named,) if isinstance(named, str) else named:
+            if name in of:
+                raise ValueError(f"'{of[name]}' and '{fqn}' are both named '{name}'; give them names of their own")
+            of[name] = fqn
+            if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or tensor.is_meta:
+                raise TypeError(f"'{fqn}' is not a dense tensor with values; leave it out: names= returns None for it")
+            parts = [
+                (tuple((start, start + size) for start, size in zip(offsets, sizes, strict=True)), view)
+                for offsets, sizes, view in boxes_of((fqn,), tensor)
+            ]
+            wire = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+            held.append(Held(name, str(wire).removeprefix("torch."), tuple(tensor.shape), tuple(b for b, _ in parts)))
+            source[name] = parts
+    return held, source
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a dense tensor of bytes on the CPU."""
+    return tensor.numpy().data
+
+
+@torch.no_grad()
+def pack(pieces: Sequence[Piece], source: Source, bucket: torch.Tensor) -> None:
+    """Copies pieces into `bucket`, one after the other."""
+    offset = 0
+    for piece in pieces:
+        box, values = next(one for one in source[piece.name] if intersection(one[0], piece.box) == piece.box)
+        _in_bucket(bucket, offset, piece).copy_(values[_within(box, piece.box)], non_blocking=True)
+        offset += piece.nbytes
+
+
+@torch.no_grad()
+def unpack(pieces: Sequence[Piece], bucket: torch.Tensor, views: Sequence[tuple[Box, torch.Tensor]]) -> None:
+    """Copies pieces out of `bucket` into the views that want them, by number."""
+    offset = 0
+    for piece in pieces:
+        box, view = views[piece.want]
+        view[_within(box, piece.box)].copy_(_in_bucket(bucket, offset, piece))
+        offset += piece.nbytes
+
+
+def _in_bucket(bucket: torch.Tensor, offset: int, piece: Piece) -> torch.Tensor:
+    dtype = dtype_named(piece.dtype)
+    return bucket[offset : offset + piece.nbytes].view(dtype).view([stop - start for start, stop in piece.box])
+
+
+def _within(box: Box, part: Box) -> tuple[slice, ...]:
+    """Where a part lies in the tensor of its box."""
+    return tuple(slice(start - origin, stop - origin) for (start, stop), (origin, _) in zip(part, box, strict=True))

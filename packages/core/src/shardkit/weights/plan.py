@@ -1,0 +1,220 @@
+"""Who sends what: a pure function of two descriptions. Nothing is communicated, no tensor is read.
+
+Note [Shares]
+The plan of one receiver does not depend on the others, so those that are there keep theirs when one more joins. Each
+needed element leaves exactly one sender. Where several senders hold the same elements (replicas), these are cut into
+parts of at most a sixteenth of a sender's fair share, and each part goes to the sender with the least so far. Parts
+that only one sender holds are given out first. Equally loaded senders take turns, and `turn`, the receiver's number,
+says who begins, so that the same few bytes of many receivers do not all come from rank 0.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from shardkit.weights.boxes import Box, Held, Piece, Wanted, cut, dtype_named, intersection, minus, numel
+
+__all__ = ["BUCKET", "Provided", "buckets", "plan"]
+
+BUCKET = 64 << 20
+"""Bytes that are packed and sent at a time."""
+
+_PARTS = 16  # of a sender's fair share; see Note [Shares]
+
+
+@dataclass
+class _Tensor:
+    """A tensor as the senders hold it: its distinct boxes, and the ranks that hold each."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    holders: dict[Box, list[int]] = field(default_factory=dict)
+
+    @functools.cached_property
+    def disjoint(self) -> bool:
+        """Whether no element lies in two of the boxes."""
+        return _are_disjoint(tuple(self.holders))
+
+    @functools.cached_property
+    def _bounds(self) -> npt.NDArray[np.int64]:
+        return np.array(list(self.holders), dtype=np.int64).reshape(len(self.holders), len(self.shape), 2)
+
+    @functools.cached_property
+    def _boxes(self) -> list[tuple[Box, list[int]]]:
+        return list(self.holders.items())
+
+    def overlapping(self, box: Box) -> list[tuple[Box, list[int]]]:
+        """The boxes that share an element with `box`, and who holds them."""
+        wanted = np.array(box, dtype=np.int64).reshape(len(self.shape), 2)
+        overlap = (self._bounds[:, :, 0] < wanted[:, 1]) & (wanted[:, 0] < self._bounds[:, :, 1])
+        return [self._boxes[number] for number in np.flatnonzero(overlap.all(axis=1))]
+
+
+class Provided:
+    """All that the senders hold together.
+
+    Args:
+        senders: what each rank holds.
+
+    Raises:
+        ValueError: if ranks disagree about the shape or the dtype of a tensor.
+    """
+
+    def __init__(self, senders: Mapping[int, Sequence[Held]]) -> None:
+        self.ranks = sorted(senders)
+        self.tensors: dict[str, _Tensor] = {}
+        for rank in self.ranks:
+            for one in senders[rank]:
+                tensor = self.tensors.setdefault(one.name, _Tensor(one.dtype, one.shape))
+                if (tensor.dtype, tensor.shape) != (one.dtype, one.shape):
+                    raise ValueError(
+                        f"{one.name}: sender {rank} holds {one.dtype} of shape {one.shape}, another sender "
+                        f"{tensor.dtype} of shape {tensor.shape}; give both the same name only if they are one tensor"
+                    )
+                for box in one.boxes:
+                    tensor.holders.setdefault(box, []).append(rank)
+
+
+def plan(provided: Provided, wants: Sequence[Wanted], *, bucket: int = BUCKET, turn: int = 0) -> dict[int, list[Piece]]:
+    """The pieces that each sender sends to one receiver, in order: wider dtypes first, so that all are aligned.
+
+    See Note [Shares]. Each piece has at most `bucket` bytes, but at least one element.
+
+    Args:
+        provided: what the senders hold.
+        wants: what the receiver wants, in its own order.
+        bucket: bytes of a piece at most.
+        turn: a number of the receiver.
+
+    Raises:
+        ValueError: names each tensor that no sender has, whose shape differs, or of which a part is missing.
+    """
+    forced: list[tuple[Piece, int]] = []
+    shared: list[tuple[Piece, list[int]]] = []
+    problems: list[str] = []
+    for number, want in enumerate(wants):
+        tensor = provided.tensors.get(want.name)
+        problem = _mismatch(want, tensor)
+        if problem or tensor is None:
+            problems.append(problem)
+            continue
+        found, missing = _cover(tensor, want.box)
+        if missing:
+            problems.append(f"{want.name}: no sender holds the elements {_readable(missing[0])}")
+        for box, holders in found:
+            piece = Piece(want.name, tensor.dtype, box, number)
+            if len(holders) == 1:
+                forced.append((piece, holders[0]))
+            else:
+                shared.append((piece, holders))
+    if problems:
+        more = f"\n... and {len(problems) - 20} more" if len(problems) > 20 else ""
+        raise ValueError(
+            "\n".join(["the senders do not provide what this receiver wants:", *problems[:20]])
+            + f"{more}\ncompare its targets with the sender's names="
+        )
+    given = _shares(provided.ranks, forced, shared, turn)
+    return {rank: _in_order(pieces, bucket) for rank, pieces in given.items() if pieces}
+
+
+def buckets(pieces: Sequence[Piece], limit: int) -> list[tuple[int, int, list[Piece]]]:
+    """Runs of consecutive pieces with at most `limit` bytes together: (offset in the stream, bytes, pieces)."""
+    found: list[tuple[int, int, list[Piece]]] = []
+    offset = nbytes = 0
+    run: list[Piece] = []
+    for piece in pieces:
+        if run and nbytes + piece.nbytes > limit:
+            found.append((offset, nbytes, run))
+            offset, nbytes, run = offset + nbytes, 0, []
+        run.append(piece)
+        nbytes += piece.nbytes
+    return [*found, (offset, nbytes, run)] if run else found
+
+
+def _mismatch(want: Wanted, tensor: _Tensor | None) -> str:
+    """Why a tensor cannot be what is wanted; "" if it can."""
+    if tensor is None:
+        return f"{want.name}: no sender has this tensor"
+    sizes = tuple(stop for _, stop in want.box)
+    if want.whole and sizes != tensor.shape:
+        return f"{want.name}: wanted as a whole of shape {sizes}, its shape is {tensor.shape}"
+    if len(sizes) != len(tensor.shape) or any(stop > size for stop, size in zip(sizes, tensor.shape, strict=True)):
+        return f"{want.name}: wanted {_readable(want.box)}, which does not lie within its shape {tensor.shape}"
+    return ""
+
+
+def _readable(box: Box) -> str:
+    return f"[{', '.join(f'{start}:{stop}' for start, stop in box)}]"
+
+
+def _cover(tensor: _Tensor, box: Box) -> tuple[list[tuple[Box, list[int]]], list[Box]]:
+    """Disjoint parts of a box with all ranks that hold each, and the parts that nobody holds."""
+    near = tensor.overlapping(box)
+    if tensor.disjoint:
+        parts = [(both, holders) for held, holders in near if (both := intersection(box, held))]
+        if sum(numel(part) for part, _ in parts) == numel(box):
+            return parts, []
+    found, rest = [], [box] if numel(box) else []
+    for held, _ in near:
+        left = []
+        for part in rest:
+            both = intersection(part, held)
+            if both is None:
+                left.append(part)
+                continue
+            ranks = {rank for other, holders in near if intersection(both, other) == both for rank in holders}
+            found.append((both, sorted(ranks)))
+            left += minus(part, both)
+        rest = left
+    return found, rest
+
+
+@functools.lru_cache(maxsize=64)  # layers are cut alike
+def _are_disjoint(boxes: tuple[Box, ...]) -> bool:
+    """Whether no two of these boxes share an element."""
+    bounds = np.array(boxes, dtype=np.int64).reshape(len(boxes), -1, 2)
+    start, stop = bounds[:, :, 0], bounds[:, :, 1]
+    return all(
+        np.count_nonzero(((start < stop[row]) & (start[row] < stop)).all(axis=1)) <= 1 for row in range(len(boxes))
+    )
+
+
+def _shares(
+    ranks: Sequence[int], forced: Sequence[tuple[Piece, int]], shared: Sequence[tuple[Piece, list[int]]], turn: int
+) -> dict[int, list[Piece]]:
+    """The pieces of each sender; see Note [Shares]."""
+    loads: Counter[int] = Counter()
+    given: dict[int, list[Piece]] = {rank: [] for rank in ranks}
+    for piece, rank in forced:
+        given[rank].append(piece)
+        loads[rank] += piece.nbytes
+    total = loads.total() + sum(piece.nbytes for piece, _ in shared)
+    most = max(total // (_PARTS * len(ranks)), 1)
+    parts: list[tuple[int, Piece, list[int]]] = []
+    for piece, holders in shared:
+        itemsize = dtype_named(piece.dtype).itemsize
+        for box in cut(piece.box, max(most // itemsize, 1)):
+            part = Piece(piece.name, piece.dtype, box, piece.want)
+            parts.append((part.nbytes, part, holders))
+    parts.sort(key=lambda one: -one[0])
+    for nbytes, piece, holders in parts:
+        rank = min(holders, key=lambda rank: (loads[rank], (rank - turn) % (max(ranks) + 1)))
+        given[rank].append(piece)
+        loads[rank] += nbytes
+    return given
+
+
+def _in_order(pieces: Sequence[Piece], bucket: int) -> list[Piece]:
+    """Cut to the size of a bucket, wider dtypes first, then in the order of the receiver's targets."""
+    ordered = sorted(pieces, key=lambda one: (-dtype_named(one.dtype).itemsize, one.dtype, one.want, one.box))
+    return [
+        Piece(one.name, one.dtype, box, one.want)
+        for one in ordered
+        for box in cut(one.box, max(bucket // dtype_named(one.dtype).itemsize, 1))
+    ]

@@ -1,0 +1,247 @@
+"""Where a receiver puts which part of which checkpoint tensor: by hand, from a state dict, or by rules for a module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+from torch import nn
+
+from shardkit.core.checkpoint.plan import boxes_of
+from shardkit.core.parameters.region import Region
+from shardkit.weights.boxes import Box, Wanted
+
+__all__ = ["Cut", "Experts", "Part", "Rule", "Stack", "Target", "targets_for", "targets_of"]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A part of a checkpoint tensor, and the tensor that it is written into.
+
+    Args:
+        name: the tensor's name in the checkpoint, as the sender's `names=` gives it.
+        region: the indices of each dim, such as `(slice(0, 4), slice(None))`; None: the whole tensor. Where ranks hold
+            several runs of a dim, a `shardkit.core` region. A slice without an end takes the size of `tensor`.
+        tensor: the tensor or view to write into, of the shape of the region. It may have another floating dtype.
+
+    Raises:
+        ValueError: if the region is not of the shape of `tensor`.
+    """
+
+    name: str
+    region: Region | Sequence[slice] | None
+    tensor: torch.Tensor
+
+    def __post_init__(self) -> None:
+        shape = tuple(self.tensor.shape)
+        if self.region is not None and (seen := self._shape()) != shape:
+            raise ValueError(f"{self.name}: the region has shape {seen}, expected {shape}, the shape of its tensor")
+
+    def _shape(self) -> tuple[int, ...]:
+        if isinstance(self.region, Region):
+            return self.region.shape
+        return tuple(stop - start for start, stop in self._box())
+
+    def _box(self) -> Box:
+        sizes = tuple(self.tensor.shape)
+        if self.region is None or isinstance(self.region, Region):
+            return tuple((0, size) for size in sizes)
+        if len(self.region) != len(sizes) or any(one.step not in (None, 1) for one in self.region):
+            raise ValueError(
+                f"{self.name}: region {tuple(self.region)}, expected {len(sizes)} slices without a step, one for each "
+                "dim of its tensor"
+            )
+        starts = [one.start or 0 for one in self.region]
+        stops = [
+            start + size if one.stop is None else one.stop
+            for one, start, size in zip(self.region, starts, sizes, strict=True)
+        ]
+        return tuple((start, max(start, stop)) for start, stop in zip(starts, stops, strict=True))
+
+    def parts(self) -> Iterator[tuple[Wanted, torch.Tensor]]:
+        """The boxes of the checkpoint tensor that are wanted, each with the view that takes it."""
+        tensor = self.tensor.detach()
+        if not isinstance(self.region, Region):
+            yield Wanted(self.name, self._box(), self.region is None), tensor
+            return
+        for in_full, in_piece in self.region.boxes():
+            box = tuple((one.start, one.stop) for one in in_full)
+            yield Wanted(self.name, box, whole=False), tensor[in_piece].view([stop - start for start, stop in box])
+
+
+def targets_of(state: Mapping[str, torch.Tensor], names: Callable[[str], str | None] = str) -> list[Target]:
+    """Targets for the tensors of a state dict: plain tensors whole, and of DTensors the part of this rank.
+
+    Tied tensors are written twice if both of their names are sent; the sender knows which it sends. Not collective.
+
+    Args:
+        state: tensors by name; they are written in place.
+        names: from a name here to that of the checkpoint tensor; None leaves it out.
+
+    Raises:
+        ValueError: for a DTensor with a placement that is neither Replicate nor sharding.
+    """
+    targets = []
+    for here, tensor in state.items():
+        name = names(here)
+        if name is None:
+            continue
+        if type(tensor) in (torch.Tensor, nn.Parameter):
+            targets.append(Target(name, None, tensor))
+            continue
+        for offsets, sizes, view in boxes_of((here,), tensor):
+            region = [slice(start, start + size) for start, size in zip(offsets, sizes, strict=True)]
+            targets.append(Target(name, region, view))
+    return targets
+
+
+@dataclass(frozen=True)
+class Cut:
+    """This rank's slice of one dim of a tensor of the same name: column-parallel is `Cut(0)`, row-parallel `Cut(1)`.
+
+    A tensor without that dim, such as the bias of a row-parallel layer, is whole on each rank.
+
+    Args:
+        dim: the dim that is cut, evenly.
+        size: its size in the checkpoint, if the module's is padded, as vocabularies are; the padding is not written.
+    """
+
+    dim: int = 0
+    size: int | None = None
+
+
+@dataclass(frozen=True)
+class Part:
+    """One checkpoint tensor of a fused stack.
+
+    Args:
+        name: its module in place of the fused one's, such as "q_proj" for "qkv_proj"; or its whole name, with
+            "{parent}" for the path above the fused module.
+        size: rows of the whole tensor in the checkpoint.
+        copies: ranks that hold the same rows, as with fewer key heads than ranks.
+    """
+
+    name: str
+    size: int
+    copies: int = 1
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Tensors that lie one after the other in dim 0 of one parameter, each cut: qkv, or gate and up."""
+
+    parts: tuple[Part, ...]
+
+    def __init__(self, *parts: Part) -> None:
+        object.__setattr__(self, "parts", parts)
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A parameter of one more dim, the first, in which the experts of this rank lie; the checkpoint has one for each.
+
+    Args:
+        rule: how one expert is cut; None: it is whole.
+        name: the checkpoint's name with "{parent}", the path above the parameter's last two names, and "{expert}".
+            A `Stack` needs none: its parts have such names themselves.
+        first: the first expert of this rank.
+    """
+
+    rule: Cut | Stack | None
+    name: str = ""
+    first: int = 0
+
+
+Rule = Cut | Stack | Experts
+
+
+def targets_for(
+    module: nn.Module,
+    rules: Mapping[str, Rule],
+    *,
+    tp_rank: int = 0,
+    tp_size: int = 1,
+    names: Callable[[str], str | None] = str,
+) -> list[Target]:
+    """Targets for the parameters of a module that tensor parallelism has cut, or that fuses tensors of the checkpoint.
+
+    Parameters that no rule matches are taken whole, by their own name. Not collective.
+
+    Args:
+        module: the module of this inference rank, with plain parameters.
+        rules: by pattern of a parameter's name, such as "*.qkv_proj.weight"; the first that matches holds.
+        tp_rank: this rank's number among those that share the tensors.
+        tp_size: their number.
+        names: from a name that the rules give to that of the checkpoint tensor; None leaves it out.
+
+    Raises:
+        ValueError: if a rule matches no parameter, or its sizes do not fit one.
+    """
+    found: list[Target] = []
+    unused = set(rules)
+    for name, parameter in module.named_parameters():
+        pattern = next((one for one in rules if fnmatchcase(name, one)), None)
+        unused.discard(pattern or "")
+        rule = None if pattern is None else rules[pattern]
+        found += _targets(rule, name, parameter.detach(), tp_rank, tp_size)
+    if unused:
+        raise ValueError(
+            f"rules {sorted(unused)} match no parameter of {type(module).__name__}; remove or correct them"
+        )
+    renamed = ((names(one.name), one) for one in found)
+    return [Target(name, one.region, one.tensor) for name, one in renamed if name is not None]
+
+
+def _targets(rule: Rule | None, name: str, tensor: torch.Tensor, rank: int, size: int) -> Iterator[Target]:
+    if isinstance(rule, Experts):
+        for number, expert in enumerate(tensor):
+            for one in _targets(rule.rule, rule.name or name, expert, rank, size):
+                full = one.name.replace("{parent}", _parent(name)).replace("{expert}", str(rule.first + number))
+                yield Target(full, one.region, one.tensor)
+    elif isinstance(rule, Stack):
+        yield from _stacked(rule, name, tensor, rank, size)
+    elif rule is None or rule.dim >= tensor.ndim:
+        yield Target(name, None, tensor)
+    else:
+        local = tensor.shape[rule.dim]
+        start, stop = rank * local, (rank + 1) * local
+        if rule.size is not None:
+            start, stop = min(start, rule.size), min(stop, rule.size)
+        region = [slice(0, one) for one in tensor.shape]
+        region[rule.dim] = slice(start, stop)
+        yield Target(name, region, tensor.narrow(rule.dim, 0, stop - start))
+
+
+def _stacked(rule: Stack, name: str, tensor: torch.Tensor, rank: int, size: int) -> Iterator[Target]:
+    offset = 0
+    for part in rule.parts:
+        groups = size // part.copies
+        if not groups or part.size % groups:
+            raise ValueError(
+                f"{name}: part {part.name} of {part.size} rows, {part.copies} copies of each, does not divide among "
+                f"{size} ranks; correct its size or its copies"
+            )
+        rows = part.size // groups
+        start = rank // part.copies * rows
+        view = tensor.narrow(0, offset, min(rows, tensor.shape[0] - offset))
+        offset += rows
+        region = [slice(start, start + rows), *(slice(0, one) for one in tensor.shape[1:])]
+        yield Target(_named(part.name, name), region, view)
+    if offset != tensor.shape[0]:
+        raise ValueError(
+            f"{name}: the parts of its rule have {offset} rows on this rank, expected {tensor.shape[0]} rows; "
+            "correct the sizes"
+        )
+
+
+def _parent(name: str) -> str:
+    """The path above the last two names, those of a module and its parameter."""
+    return ".".join(name.split(".")[:-2])
+
+
+def _named(part: str, name: str) -> str:
+    if "{" in part:
+        return part.replace("{parent}", _parent(name)) if "{expert}" not in part else part
+    return ".".join([*filter(None, [_parent(name)]), part, name.rpartition(".")[2]])

@@ -1,0 +1,313 @@
+"""Connections between processes that know a secret, and the thread in which they are served.
+
+Note [Strangers]
+A port of a host can be reached by every user of it, and of the network. Each end of a connection therefore proves that
+it knows a secret, by a keyed digest of random numbers of both, before it is told or asked anything, and the secret
+itself is never sent. A caller that proves nothing within some seconds is disconnected, and nobody waits for it. Numbers
+of a message that say how much follows are checked against a limit, and those of data against the plan, before memory is
+taken. Messages and weights are neither encrypted nor signed: somebody who can change packets can change weights.
+
+A torch TCPStore, over which process groups meet, lets everybody read and write who reaches its port. A process group of
+gloo, besides, cannot lose or gain a member, and a send to a process that has died may wait until its timeout. So
+neither is used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import ipaddress
+import json
+import os
+import secrets
+import socket
+import stat
+import tempfile
+import threading
+from collections.abc import Awaitable, Callable, Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+__all__ = ["Connection", "IOThread", "Message", "call", "listen", "parse", "secret_for", "serve"]
+
+Message = dict[str, Any]
+_T = TypeVar("_T")
+
+_GREETING = b"shardkit weights 1\n"
+_NONCE = 32  # bytes
+_PROOF = 32  # bytes
+_PROVE_WITHIN = 5.0  # seconds
+_UNPROVEN = 128  # callers at a time
+_LONGEST_MESSAGE = 256 << 20  # bytes; a description of 10,000 tensors takes about one of these 256
+_SECRET_VARIABLE = "SHARDKIT_WEIGHTS_SECRET"
+
+
+def parse(address: str) -> tuple[str, int]:
+    """Host and port of "tcp://host:port".
+
+    Raises:
+        ValueError: if it is something else.
+    """
+    parts = urlsplit(address)
+    if parts.scheme != "tcp" or not parts.hostname or not parts.port or parts.path:
+        raise ValueError(f"address {address!r}, expected one such as 'tcp://host:29600'")
+    return parts.hostname, parts.port
+
+
+def secret_for(host: str) -> bytes:
+    """The secret that all peers share: that of the environment, or, on this host, one in a file of this user only.
+
+    Raises:
+        ValueError: for another host, if the environment has none.
+        PermissionError: if others can write to the directory of the file.
+    """
+    if text := os.environ.get(_SECRET_VARIABLE):
+        return text.encode()
+    with contextlib.suppress(ValueError):
+        if host == "localhost" or ipaddress.ip_address(host).is_loopback:
+            return _secret_of_user()
+    raise ValueError(
+        f"senders and receivers on several hosts need a secret, so that strangers cannot send weights to {host}; set "
+        f"{_SECRET_VARIABLE} to the same random text, such as that of `openssl rand -hex 16`, for all of them"
+    )
+
+
+def _secret_of_user() -> bytes:
+    directory = Path(tempfile.gettempdir(), f"shardkit-{os.getuid()}")
+    directory.mkdir(mode=0o700, exist_ok=True)
+    status = directory.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise PermissionError(
+            f"{directory} is not a directory that only this user can enter; remove it, or set {_SECRET_VARIABLE}"
+        )
+    path = directory / "weights-secret"
+    if not path.exists():
+        own = directory / secrets.token_hex(8)
+        own.touch(mode=0o600)
+        own.write_text(secrets.token_hex(16))
+        with contextlib.suppress(FileExistsError):
+            os.link(own, path)  # whole or not at all: another process may do the same
+        own.unlink()
+    return path.read_bytes()
+
+
+class Connection:
+    """A connection to a peer that has proved itself. All methods run in the loop of an `IOThread`.
+
+    A transfer that is cancelled or fails has left a part of a message behind: close the connection.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._loop = asyncio.get_running_loop()
+        self._sending = asyncio.Lock()
+
+    async def send(self, message: Message, data: memoryview | None = None) -> None:
+        """Sends a message, and data right after it."""
+        text = json.dumps(message, separators=(",", ":")).encode()
+        async with self._sending:
+            await self._loop.sock_sendall(self._socket, len(text).to_bytes(4, "big") + text)
+            if data is not None:
+                await self._loop.sock_sendall(self._socket, data)
+
+    async def receive(self) -> Message:
+        """The next message.
+
+        Raises:
+            ConnectionError: if the peer has ended, or sends something else.
+        """
+        length = int.from_bytes(await self._exactly(4), "big")
+        if length > _LONGEST_MESSAGE:
+            raise ConnectionError(f"a message of {length} bytes, expected at most {_LONGEST_MESSAGE}")
+        try:
+            message = json.loads(await self._exactly(length))
+        except ValueError:
+            message = None
+        if not isinstance(message, dict):
+            raise ConnectionError("a message that is not JSON; install the same version of shardkit on both sides")
+        return message
+
+    async def receive_into(self, data: memoryview) -> None:
+        """Fills `data`.
+
+        Raises:
+            ConnectionError: if the peer has ended.
+        """
+        while data:
+            count = await self._loop.sock_recv_into(self._socket, data)
+            if not count:
+                raise ConnectionError("the peer has closed the connection; read its log")
+            data = data[count:]
+
+    async def _exactly(self, count: int) -> bytes:
+        data = bytearray(count)
+        await self.receive_into(memoryview(data))
+        return bytes(data)
+
+    async def prove(self, secret: bytes, *, caller: bool) -> None:
+        """Proves to the peer that this process knows the secret, and has it prove the same; see Note [Strangers].
+
+        Raises:
+            ConnectionError: if it does not.
+        """
+        nonce = secrets.token_bytes(_NONCE)
+        if caller:
+            if await self._exactly(len(_GREETING)) != _GREETING:
+                raise ConnectionError("the process at this port is another program; choose another port")
+            both = await self._exactly(_NONCE) + nonce
+            await self._loop.sock_sendall(self._socket, nonce + _proof(secret, b"caller", both))
+            proved = hmac.compare_digest(await self._exactly(_PROOF), _proof(secret, b"called", both))
+        else:
+            await self._loop.sock_sendall(self._socket, _GREETING + nonce)
+            both = nonce + await self._exactly(_NONCE)
+            proved = hmac.compare_digest(await self._exactly(_PROOF), _proof(secret, b"caller", both))
+            if proved:
+                await self._loop.sock_sendall(self._socket, _proof(secret, b"called", both))
+        if not proved:
+            raise ConnectionError(f"the peer does not know the secret; set {_SECRET_VARIABLE} alike for all peers")
+
+    @property
+    def own_host(self) -> str:
+        """The address of this host that the peer reaches."""
+        return str(self._socket.getsockname()[0])
+
+    def close(self) -> None:
+        """Closes the connection; transfers that wait in it fail."""
+        # Only shutdown wakes a transfer that waits: the loop would forget a descriptor that is closed.
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._loop.call_soon(self._socket.close)
+
+
+def _proof(secret: bytes, side: bytes, nonces: bytes) -> bytes:
+    return hmac.digest(secret, side + nonces, "sha256")
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens at an address of this host; port 0 takes a free one.
+
+    Raises:
+        OSError: if the host has another address, or the port is taken.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        sock = socket.socket(family, kind, protocol)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        sock.listen(4096)
+    except OSError as error:
+        raise OSError(f"cannot listen at {host}:{port}; choose a free port of this host: {error}") from error
+    sock.setblocking(False)
+    return sock
+
+
+async def serve(listener: socket.socket, secret: bytes, peer: Callable[[Connection], Awaitable[None]]) -> None:
+    """Runs `peer` for each caller that proves itself, until cancelled. Strangers are disconnected."""
+    loop = asyncio.get_running_loop()
+    unproven: set[asyncio.Task[None]] = set()
+    tasks: set[asyncio.Task[None]] = set()
+
+    async def admit(sock: socket.socket) -> None:
+        connection = Connection(_tuned(sock))
+        try:
+            async with asyncio.timeout(_PROVE_WITHIN):
+                await connection.prove(secret, caller=False)
+            unproven.discard(asyncio.current_task())
+            await peer(connection)
+        except (OSError, TimeoutError, KeyError, TypeError, ValueError):
+            pass  # a stranger, or a peer that has ended or is of another version
+        finally:
+            connection.close()
+
+    try:
+        while True:
+            sock, _ = await loop.sock_accept(listener)
+            if len(unproven) >= _UNPROVEN:
+                sock.close()
+                continue
+            task = loop.create_task(admit(sock))
+            for kept in (unproven, tasks):
+                kept.add(task)
+                task.add_done_callback(kept.discard)
+    finally:
+        listener.close()
+        for task in list(tasks):
+            task.cancel()
+
+
+async def call(host: str, port: int, secret: bytes) -> Connection:
+    """A connection to the process that listens there.
+
+    Raises:
+        OSError: if it cannot be reached or does not know the secret, after some seconds at most.
+    """
+    loop = asyncio.get_running_loop()
+    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    family, kind, protocol, _, address = found[0]
+    sock = socket.socket(family, kind, protocol)
+    sock.setblocking(False)
+    connection = Connection(_tuned(sock))
+    try:
+        async with asyncio.timeout(_PROVE_WITHIN):
+            await loop.sock_connect(sock, address)
+            await connection.prove(secret, caller=True)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _tuned(sock: socket.socket) -> socket.socket:
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    # A host that loses power sends no word of it.
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in ((socket.TCP_KEEPIDLE, 15), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3)):
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)
+    return sock
+
+
+class IOThread:
+    """A thread of its own with an event loop, so that it does not matter what the caller's thread does."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._thread = threading.Thread(target=self.loop.run_forever, name="shardkit weights", daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """Runs a coroutine in the loop; the caller waits for its result. An interrupt of the caller cancels it."""
+        future = asyncio.run_coroutine_threadsafe(work, self.loop)
+        try:
+            return future.result()
+        finally:
+            future.cancel()
+
+    def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Starts a task that runs until it ends or the thread is closed."""
+
+        async def start() -> asyncio.Task[Any]:
+            task = self.loop.create_task(work)
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+            return task
+
+        return self.run(start())
+
+    def close(self) -> None:
+        """Cancels all tasks and ends the thread."""
+        if not self._thread.is_alive():
+            return
+
+        async def cancel() -> None:
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in others:
+                task.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
+
+        self.run(cancel())
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+        self.loop.close()

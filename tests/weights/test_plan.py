@@ -1,0 +1,145 @@
+"""The plan of who sends what: each wanted element once, from a rank that has it, evenly shared."""
+
+import itertools
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.tensor import Replicate, Shard
+
+from shardkit.core.parameters.placements import Blocks, Owned
+from shardkit.weights.boxes import Held, Piece, Wanted, cut, decode, encode, intersection, numel
+from shardkit.weights.plan import Provided, buckets, plan
+from tests.weights.layouts import HYBRID, LLAMAS, REPLICATED, SHARDED, TWO_D, boxes, held, tensor_parallel
+
+
+def slices(box):
+    return tuple(slice(start, stop) for start, stop in box)
+
+
+@st.composite
+def layouts(draw):
+    """A tensor and its placements on a mesh: any that we write, strided ones too."""
+    mesh = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
+    shape = tuple(draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)))
+    special = st.sampled_from([Owned(0), Blocks(rows=2), Blocks(elements=4)])
+    if draw(st.booleans()):
+        axis = draw(st.integers(0, len(mesh) - 1))
+        placements = [draw(special) if at == axis else Replicate() for at in range(len(mesh))]
+    else:
+        cuts = st.sampled_from([Replicate(), *(Shard(dim) for dim in range(len(shape)))])
+        placements = [draw(cuts) for _ in mesh]
+    return shape, placements, mesh
+
+
+@given(layouts(), st.data())
+def test_each_wanted_element_is_sent_once_by_a_rank_that_holds_it(layout, data):
+    shape, placements, mesh = layout
+    mine = boxes(shape, placements, mesh)
+    provided = Provided({rank: [Held("w", "float32", shape, one)] for rank, one in enumerate(mine)})
+    bounds = [sorted(data.draw(st.tuples(st.integers(0, size), st.integers(0, size)))) for size in shape]
+    want = Wanted("w", tuple((a, b) for a, b in bounds), whole=False)
+    planned = plan(provided, [want], bucket=data.draw(st.integers(1, 64)), turn=data.draw(st.integers(0, 3)))
+    count = np.zeros(shape, dtype=int)
+    for rank, pieces in planned.items():
+        for piece in pieces:
+            count[slices(piece.box)] += 1
+            assert any(intersection(piece.box, one) == piece.box for one in mine[rank])
+    expected = np.zeros(shape, dtype=int)
+    expected[slices(want.box)] = 1
+    assert (count == expected).all()
+
+
+@given(st.lists(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 4)), min_size=2, max_size=2), max_size=6))
+def test_boxes_that_overlap_in_part_are_covered_once_or_reported(found):
+    """No placement makes such; senders of two meshes with one name may."""
+    held_boxes = [tuple((start, start + length) for start, length in one) for one in found]
+    provided = Provided({rank: [Held("w", "float32", (7, 7), (one,))] for rank, one in enumerate(held_boxes)})
+    there = np.zeros((7, 7), dtype=int)
+    for one in held_boxes:
+        there[slices(one)] = 1
+    want = Wanted("w", ((1, 5), (1, 5)), whole=False)
+    if not held_boxes or not there[1:5, 1:5].all():
+        with pytest.raises(ValueError, match="no sender"):
+            plan(provided, [want])
+        return
+    count = np.zeros((7, 7), dtype=int)
+    for piece in itertools.chain(*plan(provided, [want]).values()):
+        count[slices(piece.box)] += 1
+    assert count.sum() == 16 and (count[1:5, 1:5] == 1).all()
+
+
+@pytest.mark.parametrize("model", LLAMAS)
+@pytest.mark.parametrize(("senders", "receivers"), [(8, 2), (64, 4)])
+@pytest.mark.parametrize(
+    ("placements", "axes"), [(SHARDED, 1), (HYBRID, 2), (TWO_D, 2), (REPLICATED, 1)], ids=["fsdp", "hsdp", "2d", "ddp"]
+)
+def test_senders_of_llama_share_the_work_evenly(model, senders, receivers, placements, axes):
+    mesh = [senders] if axes == 1 else [2, senders // 2]
+    shapes = {name: shape for name, shape in LLAMAS[model].items() if not name[:2].isdigit()}  # of ten layers
+    provided = Provided(held(shapes, placements, mesh))
+    loads = Counter()
+    for number, wants in enumerate(tensor_parallel(shapes, receivers)):
+        total = 0
+        for rank, pieces in plan(provided, wants, turn=number).items():
+            nbytes = sum(piece.nbytes for piece in pieces)
+            loads[rank] += nbytes
+            total += nbytes
+        assert total == sum(2 * numel(want.box) for want in wants)
+    assert max(loads.values()) <= 1.1 * loads.total() / senders
+
+
+def test_pieces_fill_buckets_in_order():
+    pieces = [Piece("w", "float32", ((0, rows),), 0) for rows in (4, 5, 1, 20, 2)]
+    found = buckets(pieces, 40)
+    assert [(offset, nbytes, len(run)) for offset, nbytes, run in found] == [(0, 40, 3), (40, 80, 1), (120, 8, 1)]
+    assert buckets([], 40) == []
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 9)), max_size=3), st.integers(1, 40))
+def test_a_box_is_cut_into_parts_that_fit(bounds, most):
+    box = tuple((start, start + length) for start, length in bounds)
+    parts = list(cut(box, most))
+    assert all(numel(part) <= most for part in parts)
+    cells = [cell for part in parts for cell in itertools.product(*(range(*run) for run in part))]
+    assert cells == list(itertools.product(*(range(*run) for run in box))) or sorted(cells) == sorted(
+        itertools.product(*(range(*run) for run in box))
+    )
+
+
+@pytest.mark.parametrize(
+    ("want", "words"),
+    [
+        (Wanted("v", ((0, 4),), whole=True), "v: no sender has this tensor"),
+        (Wanted("w", ((0, 4),), whole=True), r"w: wanted as a whole of shape \(4,\), its shape is \(4, 6\)"),
+        (Wanted("w", ((0, 5), (0, 6)), whole=False), r"wanted \[0:5, 0:6\], which does not lie within"),
+        (Wanted("w", ((0, 4), (0, 6)), whole=False), r"w: no sender holds the elements \[2:4, 0:6\]"),
+    ],
+)
+def test_wants_that_nobody_provides_are_named(want, words):
+    provided = Provided({0: [Held("w", "float32", (4, 6), (((0, 2), (0, 6)),))]})
+    with pytest.raises(ValueError, match=words):
+        plan(provided, [want])
+
+
+def test_senders_that_disagree_are_named():
+    with pytest.raises(ValueError, match="w: sender 1 holds float16 of shape"):
+        Provided({0: [Held("w", "float32", (4,), ())], 1: [Held("w", "float16", (4,), ())]})
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [Held("w", "float32", (4, 6), (((0, 2), (0, 6)), ((3, 4), (0, 6))))],
+        [Wanted("w", ((0, 2), (0, 6)), whole=True)],
+        [Piece("w", "bfloat16", ((0, 2),), 3)],
+    ],
+)
+def test_descriptions_survive_the_wire(values):
+    coded = encode(values)
+    assert decode(type(values[0]), coded) == values
+    for bad in (None, [[1]], [[*coded[0], 0]], [["w", "float32", -1, 2]], [["w", "float32", [[3, 1]], 0]]):
+        with pytest.raises(ValueError, match="expected a list of"):
+            decode(type(values[0]), bad)
