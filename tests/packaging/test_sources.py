@@ -144,7 +144,7 @@ def test_shardkit_stays_a_namespace(package):
     assert not (package.path / "src" / "shardkit" / "__init__.py").exists()
     top = package.import_name.split(".")[1]
     directories = {path.name for path in (package.path / "src" / "shardkit").iterdir() if path.name != "__pycache__"}
-    own = {top} | {"core": {"autoinstall", "commands"}, "legacy_fsdp_compat": {"commands"}}.get(top, set())
+    own = {top} | {"core": {"autoinstall", "commands", "weights"}, "legacy_fsdp_compat": {"commands"}}.get(top, set())
     assert directories == own, "a package brings only its own directories into the namespace"
     assert (package.path / "src" / "shardkit" / top / "py.typed").is_file()
 

@@ -2,8 +2,10 @@
 
 from collections.abc import Iterator, Sequence
 
+from hypothesis import strategies as st
 from torch.distributed.tensor import Placement, Replicate, Shard
 
+from shardkit.core.parameters.placements import Blocks, Owned
 from shardkit.core.parameters.region import regions_of_mesh
 from shardkit.weights.boxes import Box, Held, Wanted
 
@@ -61,6 +63,26 @@ def tensor_parallel(shapes: Shapes, size: int) -> Iterator[list[Wanted]]:
                 box[dim] = (rank * part, (rank + 1) * part)
             wants.append(Wanted(name, tuple(box), whole=False))
         yield wants
+
+
+def slices(box: Box) -> tuple[slice, ...]:
+    """A box as an index of a tensor."""
+    return tuple(slice(start, stop) for start, stop in box)
+
+
+@st.composite
+def layouts(draw):
+    """A tensor and its placements on a mesh: any that we write, strided ones too."""
+    mesh = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
+    shape = tuple(draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)))
+    special = st.sampled_from([Owned(0), Blocks(rows=2), Blocks(elements=4)])
+    if draw(st.booleans()):
+        axis = draw(st.integers(0, len(mesh) - 1))
+        placements = [draw(special) if at == axis else Replicate() for at in range(len(mesh))]
+    else:
+        cuts = st.sampled_from([Replicate(), *(Shard(dim) for dim in range(len(shape)))])
+        placements = [draw(cuts) for _ in mesh]
+    return shape, placements, mesh
 
 
 REPLICATED = (Replicate(),)

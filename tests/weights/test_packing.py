@@ -9,8 +9,7 @@ from torch import nn
 from shardkit.weights.boxes import Held, Wanted
 from shardkit.weights.packing import describe, pack, unpack
 from shardkit.weights.plan import Provided, buckets, plan
-from tests.weights.layouts import boxes
-from tests.weights.test_plan import layouts, slices
+from tests.weights.layouts import boxes, layouts, slices
 
 
 @settings(max_examples=50)

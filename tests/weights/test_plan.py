@@ -7,31 +7,21 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed.tensor import Replicate, Shard
 
-from shardkit.core.parameters.placements import Blocks, Owned
 from shardkit.weights.boxes import Held, Piece, Wanted, cut, decode, encode, intersection, numel
 from shardkit.weights.plan import Provided, buckets, plan
-from tests.weights.layouts import HYBRID, LLAMAS, REPLICATED, SHARDED, TWO_D, boxes, held, tensor_parallel
-
-
-def slices(box):
-    return tuple(slice(start, stop) for start, stop in box)
-
-
-@st.composite
-def layouts(draw):
-    """A tensor and its placements on a mesh: any that we write, strided ones too."""
-    mesh = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
-    shape = tuple(draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)))
-    special = st.sampled_from([Owned(0), Blocks(rows=2), Blocks(elements=4)])
-    if draw(st.booleans()):
-        axis = draw(st.integers(0, len(mesh) - 1))
-        placements = [draw(special) if at == axis else Replicate() for at in range(len(mesh))]
-    else:
-        cuts = st.sampled_from([Replicate(), *(Shard(dim) for dim in range(len(shape)))])
-        placements = [draw(cuts) for _ in mesh]
-    return shape, placements, mesh
+from tests.weights.layouts import (
+    HYBRID,
+    LLAMAS,
+    REPLICATED,
+    SHARDED,
+    TWO_D,
+    boxes,
+    held,
+    layouts,
+    slices,
+    tensor_parallel,
+)
 
 
 @given(layouts(), st.data())
