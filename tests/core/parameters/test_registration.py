@@ -160,7 +160,7 @@ def test_steps_in_the_middle_of_backward(rank: int, world_size: int) -> None:
             optimizer = torch.optim.SGD([parameter], lr=0.1)
 
             def step(_: Tensor, optimizer: torch.optim.Optimizer = optimizer, model: Any = twins.sharded) -> None:
-                during.append(state_of(model).schedule.in_backward)
+                during.append(state_of(model).schedule.backward is not None)
                 optimizer.step()
                 optimizer.zero_grad()
 

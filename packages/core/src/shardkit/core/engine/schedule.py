@@ -197,11 +197,6 @@ class Schedule(Generic[_S]):
 
     # -- what runs -----------------------------------------------------------------------------------------------------
 
-    @property
-    def in_backward(self) -> bool:
-        """Whether a backward of these states is running; forwards within it are recomputations."""
-        return self.backward is not None
-
     def unended(self, *, inside: bool) -> str | None:
         """Names a forward or a backward that raised, or was interrupted; None if there is none.
 
