@@ -13,9 +13,10 @@ from tests.support.lacking import lacking
 from tests.support.pool import close_pools, start_server
 
 if importlib.util.find_spec("hypothesis") is not None:  # the trainers' environment has none
-    from hypothesis import settings
+    from hypothesis import HealthCheck, settings
 
-    settings.register_profile("without a deadline", deadline=None)  # a busy machine is slow
+    # A busy machine is slow.
+    settings.register_profile("without a deadline", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("without a deadline")
 
 
