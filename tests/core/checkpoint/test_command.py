@@ -664,4 +664,4 @@ def test_an_index_that_names_more_than_there_is(tmp_path: Path, capsys: pytest.C
     index = {"weight_map": {"a": "f.safetensors", "b": "f.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     status, text = said(capsys, "import", tmp_path, tmp_path / "x")
-    assert status == 2 and "no file has b, which is in model.safetensors.index.json" in text
+    assert status == 2 and "no file has b, which is in its index" in text

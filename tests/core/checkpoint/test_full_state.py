@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import json
 import os
 import re
 import tempfile
@@ -19,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardkit.core import fully_shard
-from shardkit.core.checkpoint import full_state_dict, load_full_state_dict
+from shardkit.core.checkpoint import full_state_dict, load_full_state_dict, save_full_state_dict
 from shardkit.core.checkpoint.sources import open_source
 from shardkit.core.parameters.region import Region, region_at, region_of
 from tests.support import on_ranks, rank_mesh, run_ranks
@@ -519,6 +520,79 @@ def test_without_process_group(directory):
     assert torch.equal(other.weight, model.weight)
     torch.save(state, directory / "linear.pt")
     load_full_state_dict(model, str(directory / "linear.pt"))
+
+
+def check_directory(rank, world_size, kind, directory, file_bytes):
+    safe_open = pytest.importorskip("safetensors").safe_open
+    Extra.get_extra_state, kept = nn.Module.get_extra_state, Extra.get_extra_state
+    try:
+        save_full_state_dict(shard_by_hand(Model(seed=1), kind), directory, file_bytes=file_bytes)
+        files = sorted(directory.glob("*.safetensors"))
+        found = {}
+        for path in files:
+            with safe_open(path, framework="pt") as opened:
+                assert opened.metadata() == {"format": "pt"}
+                found |= {(path.name, name): opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        expected = {name: one for name, one in Model(seed=1).state_dict().items() if name != "tied.weight"}
+        assert {name for _, name in found} == set(expected)
+        for (_, name), tensor in found.items():
+            assert tensor.dtype == expected[name].dtype
+            assert torch.equal(tensor, expected[name]), name
+        index = directory / "model.safetensors.index.json"
+        assert {one.name for one in directory.iterdir()} == {one.name for one in files} | (
+            {index.name} if len(files) > 1 else set()
+        )
+        if len(files) > 1:
+            content = json.loads(index.read_text())
+            assert content["weight_map"] == {name: file for file, name in found}
+            assert content["metadata"] == {"total_size": sum(one.nbytes for one in expected.values())}
+            check_load_file(rank, world_size, kind, index, range(world_size))
+        check_load_file(rank, world_size, kind, directory, range(world_size))
+        check_load_file(rank, world_size, kind, directory, (0,) if world_size > 1 else range(1))
+        with pytest.raises(FileExistsError, match=r"holds model.*; give a directory without safetensors files"):
+            save_full_state_dict(shard_by_hand(Model(seed=1), kind), directory)
+    finally:
+        Extra.get_extra_state = kept
+    return len(files)
+
+
+@pytest.mark.parametrize("file_bytes", [10**9, 200])
+@pytest.mark.parametrize(("world_size", "kind"), [(1, "flat"), (3, "flat"), (4, "both")])
+def test_directories(tmp_path, world_size, kind, file_bytes):
+    count = run_ranks(world_size, check_directory, kind, tmp_path / "new", file_bytes)[0]
+    assert count > 2 if file_bytes == 200 else count == 1
+
+
+def check_directory_refused(rank, world_size, directory):
+    with pytest.raises(ValueError, match=r"'extra\._extra_state' is not a tensor.*; write full_state_dict\(module\)"):
+        save_full_state_dict(shard_by_hand(Model(seed=1), "flat"), directory)
+    layer = fully_shard(nn.Linear(4, 4, dtype=torch.complex128))
+    with pytest.raises(RuntimeError, match=r"'weight' has dtype torch\.complex128.*; write a file of torch\.save"):
+        save_full_state_dict(layer, directory)
+    layer = fully_shard(nn.Linear(4, 4))
+    before = Path.open
+    Path.open = before if rank == 0 else lambda *args: before(directory / "nowhere" / "x")
+    try:
+        with pytest.raises(RuntimeError, match=r"writing .* failed on rank 1: No such file"):
+            save_full_state_dict(layer, directory)
+    finally:
+        Path.open = before
+    assert not list(directory.glob("*.safetensors"))
+    save_full_state_dict(layer, directory)
+    if rank == 0:
+        (directory / "model.safetensors").rename(directory / "one.safetensors")
+    dist.barrier()
+    load_full_state_dict(layer, directory)
+    dist.barrier()
+    (directory / f"rank{rank}.safetensors").write_bytes(b"")
+    dist.barrier()
+    with pytest.raises(RuntimeError, match=r"has no model\.safetensors\.index\.json and 3 safetensors files"):
+        load_full_state_dict(layer, directory)
+
+
+def test_directories_that_are_refused(tmp_path):
+    pytest.importorskip("safetensors")
+    run_ranks(2, check_directory_refused, tmp_path)
 
 
 class Payload:

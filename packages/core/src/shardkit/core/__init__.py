@@ -1,7 +1,7 @@
 """shardkit.core: fully sharded data parallelism for PyTorch on a collective runtime of its own."""
 
 from shardkit.core import events
-from shardkit.core.checkpoint import full_state_dict, load_full_state_dict
+from shardkit.core.checkpoint import full_state_dict, load_full_state_dict, save_full_state_dict
 from shardkit.core.clip import clip_grad_norm_, grad_norm
 from shardkit.core.fully_shard import fully_shard
 from shardkit.core.install import install, uninstall
@@ -56,6 +56,7 @@ __all__ = [
     "placements_for",
     "plan_owners",
     "register_fsdp_forward_method",
+    "save_full_state_dict",
     "share_comm_ctx",
     "uninstall",
 ]

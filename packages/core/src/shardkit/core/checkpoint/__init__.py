@@ -2,7 +2,12 @@
 
 from shardkit.core.checkpoint.directory import StoredCheckpoint
 from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from shardkit.core.checkpoint.full_state import IncompatibleKeys, full_state_dict, load_full_state_dict
+from shardkit.core.checkpoint.full_state import (
+    IncompatibleKeys,
+    full_state_dict,
+    load_full_state_dict,
+    save_full_state_dict,
+)
 from shardkit.core.checkpoint.manager import CheckpointManager, Restored
 from shardkit.core.checkpoint.saving import Progress
 from shardkit.core.checkpoint.training_state import TrainingState
@@ -18,4 +23,5 @@ __all__ = [
     "TrainingState",
     "full_state_dict",
     "load_full_state_dict",
+    "save_full_state_dict",
 ]

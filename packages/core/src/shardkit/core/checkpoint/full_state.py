@@ -1,8 +1,10 @@
-"""Full state dicts of sharded modules, both ways, tensor by tensor: `full_state_dict`, `load_full_state_dict`."""
+"""Full state of sharded modules: as a dict, to safetensors, and from a dict or files; tensor by tensor."""
 
 from __future__ import annotations
 
 import math
+import os
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,8 +15,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardkit.core.checkpoint.agreement import Fingerprints, Peers, check_same, fingerprints
+from shardkit.core.checkpoint.agreement import Fingerprints, Peers, check_same, fingerprints, raise_together
 from shardkit.core.checkpoint.leaves import Captured, Leaves
+from shardkit.core.checkpoint.safetensors_files import SafetensorsLayout, write_piece
 from shardkit.core.checkpoint.sources import Source, open_source
 from shardkit.core.materialize import allocate, homes
 from shardkit.core.mesh import groups_of_copies
@@ -308,6 +311,81 @@ def _receive(full: torch.Tensor, pieces: dict[int, Region], peers: Peers) -> Non
             pieces[rank].put(full, piece)
 
 
+def save_full_state_dict(
+    module: nn.Module,
+    directory: str | os.PathLike[str],
+    *,
+    file_bytes: int = 5 * 10**9,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Writes the full tensors of a sharded module as safetensors; each rank writes its pieces, all at the same time.
+
+    Collective over `group`, whose ranks must see the same `directory`. It gets `model.safetensors`, or several files
+    and `model.safetensors.index.json`, as Hugging Face's `from_pretrained` and `load_full_state_dict` read them. Tied
+    parameters are written once, by their first name. The files get their names after all ranks have written.
+
+    Args:
+        module: as for `full_state_dict`.
+        directory: is created if necessary; holds no safetensors files yet.
+        file_bytes: the most bytes of tensors in one file; a larger tensor gets a file of its own.
+        group: the ranks that share the module, by default all.
+
+    Raises:
+        RuntimeError, ValueError: on all ranks, as `full_state_dict`; for extra state and for dtypes that safetensors
+            lacks; if a rank cannot write.
+        FileExistsError: on all ranks, if there are safetensors files in `directory`.
+        OSError: on all ranks, if rank 0 cannot create the files.
+    """
+    peers, directory = Peers.of(group), Path(directory)
+    partial = directory / ".incomplete"
+    state, report = _survey(module)
+    if state is not None:
+        report = replace(report, values=_values(state, peers.size))
+    reports = peers.gather(report)
+    owners_of, layout = _agreed(peers, reports, lambda reports: _lay_out(reports, directory, partial, file_bytes))
+    assert state is not None, "a rank that cannot read its module has failed the others too"
+    error: Exception | None = None
+    try:
+        for name, (file, offset) in layout.places.items():
+            if peers.rank in owners_of[name]:
+                slot = report.slots[name]
+                with (partial / file).open("r+b") as opened:
+                    write_piece(opened, offset, slot.shape, slot.region, local_part(state.tensors[name]).cpu())
+    except Exception as caught:  # noqa: BLE001 (raised by all ranks together)
+        error = caught
+    raise_together(peers, error, f"writing {directory}")
+    _agreed(peers, reports, lambda _: _complete(layout, partial, directory))
+
+
+def _lay_out(
+    reports: list[Report], directory: Path, partial: Path, file_bytes: int
+) -> tuple[dict[str, tuple[int, ...]], SafetensorsLayout]:
+    """Creates the files on rank 0; returns the ranks that write each tensor, and where."""
+    owners_of = _owners(reports)
+    first = reports[0]
+    if first.objects:
+        raise ValueError(
+            f"'{first.objects[0]}' is not a tensor, and safetensors holds nothing else; "
+            "write full_state_dict(module) with torch.save"
+        )
+    tied = {name for names in first.ties for name in names[1:]}
+    looks = {name: (slot.dtype, slot.shape) for name, slot in first.slots.items() if name not in tied}
+    layout = SafetensorsLayout.of(looks, file_bytes)
+    if present := sorted(one.name for one in directory.glob("*.safetensors")):
+        raise FileExistsError(f"{directory} holds {present[0]} already; give a directory without safetensors files")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    layout.create(partial)
+    return owners_of, layout
+
+
+def _complete(layout: SafetensorsLayout, partial: Path, directory: Path) -> None:
+    for file in layout.heads:
+        (partial / file).rename(directory / file)
+    layout.write_index(directory)
+    partial.rmdir()
+
+
 class IncompatibleKeys(NamedTuple):
     """Names that did not match, with the field names of `nn.Module.load_state_dict`'s result."""
 
@@ -326,7 +404,7 @@ def load_full_state_dict(
     """Loads full tensors into a module whose parameters are sharded, tensor by tensor.
 
     Collective over `group`. The ranks first exchange descriptions of their tensors, so an error is raised on all of
-    them before anything changes. If every rank can open the file, each reads only its own pieces. Otherwise rank 0
+    them before anything changes. If every rank can open the files, each reads only its own pieces. Otherwise rank 0
     reads and sends each rank its piece. Besides the module and the source, rank 0 holds at most one full tensor, and
     other ranks hold at most their piece of one.
 
@@ -337,8 +415,8 @@ def load_full_state_dict(
     Args:
         module: any module; its parameters are DTensors on any meshes (Shard, strided Shard, Replicate; uneven and
             empty shards) or plain tensors, which get the full value on every rank.
-        source: on rank 0 a dict of name -> plain tensor, or a path of a safetensors or torch.save file; on other ranks
-            the same path, or anything.
+        source: on rank 0 a dict of name -> plain tensor, or the path of a safetensors or torch.save file, or of a
+            directory of safetensors files or its index; on other ranks the same path, or anything.
         strict: raise for missing and unexpected names.
         assign: replace parameters and buffers by new tensors of the source's dtype instead of writing into them.
         group: the ranks that share the module, by default all; "rank 0" is the first of them.

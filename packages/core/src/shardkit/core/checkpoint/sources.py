@@ -130,10 +130,28 @@ class Source:
 
 
 def open_source(source: object) -> Source | None:
-    """The source for a user's argument, a mapping or a path; None for anything else. Raises as `open_file`."""
+    """The source for a user's argument, a mapping or a path; None for anything else.
+
+    A path is a file, a directory of safetensors, or the index of one. Raises as `open_file` and `_files_of`.
+    """
     if isinstance(source, Mapping):
         return Source.of(source)
-    return open_file(Path(source)) if isinstance(source, str | os.PathLike) else None
+    if not isinstance(source, str | os.PathLike):
+        return None
+    path = Path(source)
+    files, named = _files_of(path)
+    if files == [path]:
+        return open_file(path)
+    parts = {file.name: _opened(file) for file in files}
+    tensors = {
+        name: one
+        for file, part in parts.items()
+        for name, one in part.tensors.items()
+        if not named or named.get(name) == file
+    }
+    _check_named(path, named, tensors)
+    seen = repr([part.fingerprint for part in parts.values()])
+    return Source(tensors, {}, hashlib.sha256(seen.encode()).hexdigest())
 
 
 def open_file(path: Path, key: str | None = None) -> Source:
@@ -170,16 +188,7 @@ def weights_of_files(path: Path, left_out: LeftOut, key: str | None = None) -> C
     Hub stores downloads as links. Names in the index may only lead to files of its directory. Raises CheckpointError
     for anything else, and if no file has a tensor that the index names.
     """
-    files, named = [path], {}
-    if key is None and (path / HF_INDEX).is_file():
-        named = _weight_map(path)
-        files = [path / name for name in sorted(set(named.values()))]
-    elif key is None and path.is_dir():
-        files = sorted(path.glob("*.safetensors"))
-        if len(files) != 1:
-            raise CheckpointError(
-                f"{path} has no {HF_INDEX} and {len(files)} safetensors files; name one file, or add the index"
-            )
+    files, named = _files_of(path) if key is None else ([path], {})
     kind = "safetensors" if all(file.suffix == ".safetensors" for file in files) else "FULL"
     checkpoint = Checkpoint(kind, [str(file) for file in files])
     found: dict[str, StoredTensor] = {}
@@ -191,24 +200,47 @@ def weights_of_files(path: Path, left_out: LeftOut, key: str | None = None) -> C
             for name, one in source.tensors.items()
             if not named or named.get(name) == file.name
         }
-    if missing := sorted(named.keys() - found.keys()):
-        raise DamagedCheckpointError(f"{path}: no file has {missing[0]}, which is in {HF_INDEX}")
+    _check_named(path, named, found)
     tensors = {(MODEL, name): found[name] for name in named or found}
     checkpoint.tensors = dict(left_out.rest(tensors))
     return checkpoint
 
 
-def _weight_map(path: Path) -> dict[str, str]:
-    """The file of each tensor, by name, in a directory with a Hugging Face index."""
-    with damage_of(str(path / HF_INDEX), "is not an index"):
-        weight_map = json.loads((path / HF_INDEX).read_bytes())["weight_map"]
+def _files_of(path: Path) -> tuple[list[Path], dict[str, str]]:
+    """The files with the weights at a path, itself if it is one, and by name the file of each tensor, if an index says.
+
+    Raises CheckpointError for a directory without an index and with none or several safetensors files.
+    """
+    index = path / HF_INDEX if path.is_dir() else path
+    if index.name.endswith(".index.json") and index.is_file():
+        named = _weight_map(index)
+        return [index.parent / name for name in sorted(set(named.values()))], named
+    if not path.is_dir():
+        return [path], {}
+    files = sorted(path.glob("*.safetensors"))
+    if len(files) != 1:
+        raise CheckpointError(
+            f"{path} has no {HF_INDEX} and {len(files)} safetensors files; name one file, or add the index"
+        )
+    return files, {}
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """The file of each tensor, by name, in the directory of a Hugging Face index."""
+    with damage_of(str(index), "is not an index"):
+        weight_map = json.loads(index.read_bytes())["weight_map"]
         named = {str(name): str(file) for name, file in weight_map.items()}
         if odd := [file for file in named.values() if Path(file).name != file]:
             raise DamagedCheckpointError(f"names the file {odd[0]!r}, expected one beside it")
     return named
 
 
-def _opened(path: Path, key: str | None) -> Source:
+def _check_named(path: Path, named: Mapping[str, str], found: Mapping[str, object]) -> None:
+    if missing := sorted(named.keys() - found.keys()):
+        raise DamagedCheckpointError(f"{path}: no file has {missing[0]}, which is in its index")
+
+
+def _opened(path: Path, key: str | None = None) -> Source:
     if not path.is_file():
         raise DamagedCheckpointError(f"{path} does not exist, or is not a file")
     try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import struct
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -16,8 +15,9 @@ import torch
 from shardkit.core.checkpoint.errors import CheckpointError
 from shardkit.core.checkpoint.index import BLOCK_BYTES, Chunk, File, ObjectEntry, TensorEntry
 from shardkit.core.checkpoint.leaves import At, LeafPath, encode_path, flatten, name_of, unflatten
+from shardkit.core.checkpoint.safetensors_files import SafetensorsLayout
 from shardkit.core.checkpoint.saving import chunk_after, data_file, write_index
-from shardkit.core.checkpoint.sources import HF_INDEX, OBJECTS_NOTE, PATHS_NOTE, SAFETENSORS_DTYPES
+from shardkit.core.checkpoint.sources import OBJECTS_NOTE, PATHS_NOTE
 from shardkit.core.checkpoint.stored import Checkpoint, Slab, StoredTensor, memory_of
 from shardkit.core.checkpoint.torch_files import archive_of, storages_in
 from shardkit.core.checkpoint.verified_file import BlockSums
@@ -310,70 +310,37 @@ def _storage(tensor: torch.Tensor) -> Any:
     return tensor.untyped_storage().data_ptr() or ("empty", id(tensor))
 
 
-_DTYPE_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
-
-
 class SafetensorsWriter(_PlacedWriter):
-    """`model.safetensors`, or `model-00001-of-0000N.safetensors` with an index as Hugging Face has it.
+    """The files of a `SafetensorsLayout`.
 
-    A file has at most `file_bytes` of values, unless a single tensor is larger; None makes one file. Paths and objects,
-    if any, are JSON in the metadata of the first file. Raises CheckpointError for dtypes that safetensors lacks, and
-    objects that JSON cannot express.
+    Paths and objects, if any, are JSON in the metadata of the first file. Raises CheckpointError for dtypes that
+    safetensors lacks, and objects that JSON cannot express.
     """
 
     def __init__(self, directory: Path, checkpoint: Checkpoint, file_bytes: int | None = None) -> None:
         super().__init__()
-        groups: list[list[StoredTensor]] = [[]]
-        filled = 0
+        stored = {name_of(path): one for path, one in checkpoint.tensors.items()}
+        looks = {name: (one.dtype, one.shape) for name, one in stored.items()}
+        self._directory = directory
+        self._layout = SafetensorsLayout.of(looks, file_bytes, _notes(checkpoint))
         for path, one in checkpoint.tensors.items():
-            if one.dtype not in _DTYPE_NAMES:
-                raise CheckpointError(
-                    f"'{name_of(path)}' has dtype {one.dtype}, which safetensors does not support; "
-                    "write a file of torch.save"
-                )
-            if file_bytes is not None and groups[-1] and filled + one.nbytes > file_bytes:
-                groups.append([])
-                filled = 0
-            groups[-1].append(replace(one, path=path))
-            filled += one.nbytes
-        count, notes = len(groups), _notes(checkpoint)
-        names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
-        self._heads: dict[Path, tuple[bytes, int]] = {}
-        for name, group in zip(names if count > 1 else ["model.safetensors"], groups, strict=True):
-            self._lay_out(directory / name, group, {"format": "pt"} if self._heads else notes)
-        self.file = next(iter(self._heads))
-
-    def _lay_out(self, file: Path, group: list[StoredTensor], notes: dict[str, str]) -> None:
-        header: dict[str, Any] = {"__metadata__": notes}
-        end = 0
-        for one in group:
-            at, end = end, end + one.nbytes
-            header[one.name] = {"dtype": _DTYPE_NAMES[one.dtype], "shape": one.shape, "data_offsets": [at, end]}
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text = text.ljust(-(-len(text) // 8) * 8)
-        self._heads[file] = struct.pack("<Q", len(text)) + text, end
-        for one in group:
-            self._places[one.path] = [(file, 0, one.numel, 8 + len(text) + header[one.name]["data_offsets"][0])]
+            file, offset = self._layout.places[name_of(path)]
+            self._places[path] = [(directory / file, 0, one.numel, offset)]
+        self.file = directory / next(iter(self._layout.heads))
 
     def begin(self, records: dict[str, Any]) -> None:
-        for file, (head, nbytes) in reversed(self._heads.items()):  # the first one last: then all exist
-            if not records:
-                with file.open("wb") as opened:
-                    opened.write(head)
-                    opened.truncate(len(head) + nbytes)
+        if not records:
+            self._layout.create(self._directory)
 
     def finish(self) -> None:
-        if len(self._heads) > 1:
-            names = {name_of(path): file.name for path, [(file, *_)] in self._places.items()}
-            index = {"metadata": {"total_size": sum(n for _, n in self._heads.values())}, "weight_map": names}
-            (self.file.parent / HF_INDEX).write_text(json.dumps(index, indent=2))
+        self._layout.write_index(self._directory)
 
     def kept(self, value: Any) -> Any:
         return _as_json(value)
 
 
 def _notes(checkpoint: Checkpoint) -> dict[str, str]:
-    notes = {"format": "pt"}
+    notes: dict[str, str] = {}
     for path in (*checkpoint.tensors, *checkpoint.objects):
         odd = [part for part in path if type(part) not in (str, int, At)]
         if odd:
