@@ -18,7 +18,7 @@ from shardkit.tools.profiling import profile
 from shardkit.tools.report.files import write_report
 from shardkit.tools.report.measures import MEASURES
 from shardkit.tools.report.merge import merge
-from shardkit.tools.report.schema import ModuleOfRank, Operation, Rank, Report, Series, Span
+from shardkit.tools.report.schema import ModuleOfRank, Operation, Rank, Report
 from tests.support import run_ranks
 from tests.tools.synthetic import MIB, memory, operation, rank, record
 
@@ -56,13 +56,16 @@ def test_a_run_without_trouble_has_no_findings() -> None:
 
 
 def of_two_ranks(capacity: int, category: str = "activations", **changes: Any) -> Report:
-    """Two ranks of one host that wait, launch slowly, pad, and hold mostly one category: every trade-off there is.
+    """Two ranks of one host that wait, launch slowly, cut unevenly, and hold mostly one category: every trade-off.
 
     Each is resident with 200 MiB at most.
     """
     held = replace(memory(), peak_categories=memory().peak_categories | {category: 41 * MIB}, peak=50 * MIB)
-    again = [{"padding_bytes": 2 * MIB, "phase": phase} for phase in ("forward", "backward", "backward")]
-    made = [rank(n, operations(*again), memory=held, capacity=capacity, **changes) for n in (0, 1)]
+    again = [{"phase": phase} for phase in ("forward", "backward", "backward")]
+    made = [
+        rank(n, operations(*again), memory=held, capacity=capacity, shard_bytes={"blocks.0": size * MIB}, **changes)
+        for n, size in enumerate((6, 2))
+    ]
     slow = [replace(one, steps=[replace(step, launch=0.02, optimizer=0.04) for step in one.steps]) for one in made]
     missed = [ModuleOfRank("blocks.0", ["Linear"], 0, 4, 0, 0, 0, 0)]
     return report(*(replace(one, modules=missed) for one in slow))
@@ -164,19 +167,6 @@ def test_a_group_that_is_gathered_five_times() -> None:
     assert one.cost == pytest.approx(3 * 0.002)
 
 
-def test_the_last_module_that_is_gathered_again_at_once() -> None:
-    spans = [
-        Span("blocks.0", "forward", 0, 0.0, 0.01),
-        Span("blocks.1", "forward", 0, 0.01, 0.02),
-        Span("Net", "forward", 0, 0.0, 0.03),
-    ]
-    again = operations({"fqn": "blocks.1", "phase": "backward"}, HIDDEN | {"phase": "backward"})
-    one = found(report(*(rank(number, again, spans=spans) for number in (0, 1))), "gathered-at-once")
-    assert "'blocks.1' is the last module of forward" in one.seen
-    assert one.cost == pytest.approx(0.01)
-    assert "set_reshard_after_forward(False)" in one.change
-
-
 def test_modules_that_are_not_prefetched() -> None:
     modules = [ModuleOfRank("blocks.0", ["Linear"], 0, 4, 0, 0, 0, 0)]
     assert found(report(*(rank(n, modules=modules) for n in (0, 1))), "prefetch-miss").cost == pytest.approx(0.01)
@@ -187,23 +177,9 @@ def test_communication_that_nothing_hides() -> None:
     assert "communication of 1 groups is not hidden by computation, most of 'blocks.0'" in one.seen
 
 
-def test_buffers_that_double() -> None:
-    held = memory()
-    held.categories["communication"] = Series([0.0, 0.1], [24 * MIB, 0])
-    reductions = operations(HIDDEN | {"kind": "reduce-scatter", "phase": "backward"})
-    one = found(report(*(rank(number, reductions, memory=held) for number in (0, 1))), "buffers")
-    assert one.unit == "bytes"
-    assert one.cost == 8 * MIB
-    assert "reach 24.0 MiB on rank 0; two reductions at once, of the largest group, need 16.0 MiB" in one.seen
-    held.categories["communication"] = Series([0.0, 0.1], [16 * MIB, 0])
-    assert "buffers" not in rules(report(*(rank(number, reductions, memory=held) for number in (0, 1))))
-
-
-def test_padding_and_uneven_shards() -> None:
-    padded = operations(HIDDEN | {"padding_bytes": 4 * MIB})
+def test_uneven_shards() -> None:
     shares = {"blocks.0": 6 * MIB}, {"blocks.0": 2 * MIB}
-    made = report(*(rank(n, padded, shard_bytes=share) for n, share in enumerate(shares)))
-    assert found(made, "padding").cost == 4 * MIB
+    made = report(*(rank(n, operations(HIDDEN), shard_bytes=share) for n, share in enumerate(shares)))
     assert found(made, "uneven-shards").cost == 4 * 2 * MIB
 
 
@@ -298,12 +274,6 @@ def test_the_command_speaks_plainly_and_refuses_what_is_no_report(
 def test_stages_of_a_pipeline_are_not_uneven() -> None:
     stages = [replace(rank(number), shard_bytes={f"stage{number}": 40 * MIB}) for number in (0, 1)]
     assert "uneven-shards" not in rules(report(*stages))
-
-
-def test_padding_counts_for_groups_that_are_unsharded_at_once() -> None:
-    padded = [{"fqn": f"blocks.{index}", "padding_bytes": MIB} for index in range(20)]
-    one = found(report(*(rank(number, operations(*padded)) for number in (0, 1))), "padding")
-    assert one.cost == 3 * MIB
 
 
 def test_an_owner_that_steps_longest_is_told_with_its_parameters() -> None:

@@ -1,7 +1,6 @@
 """`shardkit report`: its output, files and exit status."""
 
 import json
-import webbrowser
 from dataclasses import replace
 from pathlib import Path
 
@@ -111,18 +110,3 @@ def test_input_that_cannot_be_used_exits_with_two(
     assert main(["report", reports[0], *arguments]) == 2
     assert words in capsys.readouterr().err
     assert main(["report", *reports, reports[0]]) == 2
-
-
-def test_open_starts_the_browser_that_the_user_has_chosen(
-    reports: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    asked, page = tmp_path / "asked", tmp_path / "run.html"
-    chosen = tmp_path / "browser"
-    chosen.write_text(f'#!/bin/sh\necho "$1" > {asked}\n')
-    chosen.chmod(0o755)
-    monkeypatch.setattr(webbrowser, "_tryorder", None)
-    monkeypatch.setenv("BROWSER", f"{chosen} %s")
-    assert main(["report", reports[0], "--html", str(page), "--open"]) == 0
-    assert asked.read_text().strip() == page.as_uri() and page.is_file()
-    assert main(["report", reports[0], "--open"]) == 2
-    assert "give --html FILE as well" in capsys.readouterr().err

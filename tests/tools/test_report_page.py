@@ -6,16 +6,10 @@ Chromium is found on the path. CI installs it; without it these tests are skippe
 import re
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
 
-from shardkit.tools import TrainingJob, estimate_job
-from shardkit.tools.estimating.plot import plot_page
-from shardkit.tools.quantities import show
 from shardkit.tools.report.merge import merge
 from shardkit.tools.report.page import page_html
 from shardkit.tools.report.schema import Estimate, Report
@@ -197,49 +191,3 @@ def test_a_phone_can_show_it(path: Path, chromium: Page) -> None:
     assert chromium.evaluate("document.querySelector('#memory canvas').clientWidth") <= 360
     assert ink(chromium, "memory") > 2000
     assert chromium.errors == []
-
-
-def hostile_job() -> TrainingJob:
-    """A block whose name contains HTML that tries to break out of the page."""
-
-    def model() -> nn.Module:
-        made = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64))
-        made.add_module("<script>document['title']='taken'</script>", nn.Linear(64, 64))
-        return made
-
-    return TrainingJob(model, lambda: torch.rand(8, 64))
-
-
-@needs_browser
-def test_plots_draw_memory_streams_and_the_front_of_ways(tmp_path: Path, chromium: Page) -> None:
-    found = [estimate_job(hostile_job(), ranks, "h100") for ranks in (2, 8)]
-    # The second takes less memory and less time: it alone is the front.
-    ways = [("two", found[0], 2.0), ("eight", found[1], 1.0)]
-    path = tmp_path / "plot.html"
-    path.write_text(plot_page("ways", ways, "a sample"))
-    chromium.errors.clear()
-    chromium.requests.clear()
-    chromium.open(path, 1100, 900)
-    assert not chromium.errors and chromium.evaluate("document.title") == "ways"
-    assert [one for one in chromium.requests if not one.startswith("file:")] == []
-    drawn = "[...document.querySelectorAll('{}')].map(one => {})"
-    fills = chromium.evaluate(drawn.format("circle", "one.getAttribute('fill') != 'none'"))
-    assert fills == [False, True]
-    assert chromium.evaluate(drawn.format("th", "one.textContent")) == ["way", "reserved", "a sample"]
-    assert chromium.evaluate(drawn.format("td:first-child", "one.textContent")) == ["1. two", "2. eight"]
-    # Categories are stacked up to the peak, whose height is that of the drawing, and each level holds until the next.
-    tops = chromium.evaluate(drawn.format("polygon", "one.getBBox().y"))
-    assert len(tops) == 8 and min(tops) == pytest.approx(20, abs=1)
-    corners = chromium.evaluate(drawn.format("polygon", "[...one.points].map(at => [at.x, at.y])"))
-    sloping = [one for each in corners for one in pairwise(each) if one[0][0] != one[1][0] and one[0][1] != one[1][1]]
-    assert sloping == []
-    told = chromium.evaluate(drawn.format("svg text", "one.textContent"))
-    assert {"compute", "all-gather", "reduction", show(found[0].peak.bytes, "bytes")} <= set(told)
-    assert show(found[0].timeline.step, "seconds") in told
-    told = chromium.evaluate(drawn.format("rect title", "one.textContent"))
-    assert any("<script>" in one and "backward" in one for one in told)
-    widths = chromium.evaluate(drawn.format("rect", "one.getBBox().x + one.getBBox().width"))
-    assert 900 < max(widths) <= 1000.5
-    chromium.open(path, 390, 800)
-    assert chromium.evaluate("innerWidth") == 390, "as wide as the window of a phone"
-    assert chromium.evaluate("document.documentElement.scrollWidth <= innerWidth")

@@ -28,34 +28,52 @@ def main(arguments: Sequence[str] | None = None) -> int:
         epilog="example: python -m shardkit.core run torchrun --nproc-per-node 2 train.py",
     )
     parser.add_argument("--fsdp1", action="store_true", help="replace FullyShardedDataParallel and its names as well")
+    parser.add_argument("--strict", action="store_true", help="exit with 1 if no sharded model ran on shardkit")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="script.py ARGUMENTS, or torchrun, accelerate, ...")
     options = parser.parse_args(arguments)
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     if not command:
         parser.error("a command is missing, such as: torchrun --nproc-per-node 2 train.py")
-    return run(command, fsdp1=options.fsdp1)
+    return run(command, fsdp1=options.fsdp1, strict=options.strict)
 
 
-def run(command: Sequence[str], *, fsdp1: bool = False) -> int:
+def run(
+    command: Sequence[str],
+    *,
+    fsdp1: bool = False,
+    strict: bool = False,
+    name: str = "run",
+    variables: Mapping[str, str] | None = None,
+) -> int:
     """Runs the command, and warns if no process on this host has run a sharded model.
+
+    Args:
+        command: a script.py with its arguments, or a launcher.
+        fsdp1: whether to replace FSDP1's names as well.
+        strict: whether that warning is an error.
+        name: the name of the shardkit command that runs it, for messages.
+        variables: environment variables to set as well.
 
     Returns:
         The exit status of the command: 128 + the signal if one ended it, 127 if it cannot be started; 2 with `fsdp1` if
-        the package with FSDP1's names is not installed.
+        the package with FSDP1's names is not installed; with `strict` 1 instead of 0 if no sharded model ran.
     """
     if fsdp1 and not entry_points(group=NAMES_GROUP, name="fsdp1"):
-        sys.stderr.write(f"shardkit run: --fsdp1 {NEEDS_FSDP1}\n")
+        sys.stderr.write(f"shardkit {name}: --fsdp1 {NEEDS_FSDP1}\n")
         return 2
     with tempfile.TemporaryDirectory(prefix="shardkit-run-") as records:
-        status = run_command(command, environment(os.environ, records, fsdp1=fsdp1), "run")
-        if status != _NOT_RUN and not any(Path(records).iterdir()):
-            names = "fully_shard or FullyShardedDataParallel" if fsdp1 else "fully_shard"
-            hint = "" if fsdp1 else "; a script with FullyShardedDataParallel needs --fsdp1"
-            sys.stderr.write(
-                f"shardkit run: warning: no model ran on shardkit's engine on this host: the command did not call "
-                f"{names}, or started Python in a way that drops {VARIABLE} and PYTHONPATH, or with -S{hint}\n"
-            )
-    return status
+        base = {**os.environ, **(variables or {})}
+        status = run_command(command, environment(base, records, fsdp1=fsdp1), name)
+        if status == _NOT_RUN or any(Path(records).iterdir()):
+            return status
+    names = "fully_shard or FullyShardedDataParallel" if fsdp1 else "fully_shard"
+    hint = "" if fsdp1 else "; a script with FullyShardedDataParallel needs --fsdp1"
+    sys.stderr.write(
+        f"shardkit {name}: {'error' if strict else 'warning'}: no model ran on shardkit's engine on this host: the "
+        f"command did not call {names}, or started Python in a way that drops {VARIABLE} and PYTHONPATH, or with -S"
+        f"{hint}\n"
+    )
+    return status or int(strict)
 
 
 def environment(base: Mapping[str, str], records: str, *, fsdp1: bool = False) -> dict[str, str]:

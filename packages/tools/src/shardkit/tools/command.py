@@ -11,7 +11,6 @@ shardkit. `profile`, `watch` and `run` return the training command's status.
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 import traceback
@@ -118,25 +117,12 @@ def _without_migrate(arguments: tuple[str, ...]) -> int:
     raise click.UsageError(f"'migrate' {NEEDS_FSDP1}")
 
 
-def _print_versions(ctx: click.Context, param: click.Parameter, asked: bool) -> None:
-    if asked and not ctx.resilient_parsing:
-        click.echo(f"shardkit-tools {version('shardkit-tools')}, torch {version('torch')}")
-        ctx.exit()
-
-
 @click.command(
     cls=_Tree,
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Exit status: 0 fine, 1 a check failed, 2 bad input, 3 a fault of shardkit.",
 )
-@click.option(
-    "--version",
-    is_flag=True,
-    is_eager=True,
-    expose_value=False,
-    callback=_print_versions,
-    help="Show the versions of shardkit and torch.",
-)
+@click.version_option(package_name="shardkit-tools", message=f"%(package)s %(version)s, torch {version('torch')}")
 def tree() -> None:
     """Tools for training with shardkit: before a run, during it and after it."""
 
@@ -168,14 +154,6 @@ class _Dtype(click.Choice):  # type: ignore[type-arg, unused-ignore]  # generic 
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         return super().convert(dtype_name(value), param, ctx)
-
-
-class _Number(click.FloatRange):
-    """A number in a range, excluding infinity and NaN."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        number = super().convert(value, param, ctx)
-        return number if math.isfinite(number) else self.fail(f"'{value}' is not a finite number", param, ctx)
 
 
 _COUNT = click.IntRange(min=1)
@@ -262,7 +240,6 @@ def _checked(options: dict[str, Any]) -> SimpleNamespace:
 @click.option("--rank", type=click.IntRange(min=0), default=0, help="as which rank to run (default 0)")
 @click.option("--sweep", multiple=True, metavar="SETTING[=VALUES]", help="estimate variations of: world-size, "
               "reshard, dtype, prefetch, micro-batch, each with values or without; several make a grid")  # fmt: skip
-@click.option("--plot", type=_FILE, help="draws memory, streams and a sweep on this HTML page")
 @click.option("--json", type=_FILE, help="writes the estimate, or those of the sweep, to this file")
 @click.option("--show-machine", metavar="NAME", help="prints a machine's description and ends")
 def estimate(**options: Any) -> int:
@@ -281,10 +258,9 @@ def estimate(**options: Any) -> int:
 @click.option("--memory", type=_BYTES, help="limit for each rank, such as 80GiB (default: the machine's memory)")
 @click.option("--micro-batch", type=_COUNT, help="samples of the smallest micro-batch (default: the job's own)")
 @click.option("--most-micro-batch", type=_COUNT, help="and of the largest (default: eight times the smallest)")
-@click.option("--margin", type=_Number(0, 100, max_open=True), default=6.0,
+@click.option("--margin", type=click.FloatRange(0, 100, max_open=True), default=6.0,
               help="per cent of the limit to keep free, because estimates err (default 6)")  # fmt: skip
 @click.option("--count", type=_COUNT, default=5, help="how many proposals (default 5)")
-@click.option("--plot", type=_FILE, help="draws the ways and the best one's memory and streams on this HTML page")
 @click.option("--write", type=_FILE, help="writes the best proposal's code to this file")
 @click.option("--json", type=_FILE, help="writes all proposals to this file")
 def plan(**options: Any) -> int:
@@ -298,7 +274,18 @@ def plan(**options: Any) -> int:
     return run(_checked(options))
 
 
-@tree.command(context_settings=_PASSED_ON, short_help="Runs a training command and records steps of every rank.")
+_INSTALL_OPTIONS = [
+    click.Option(["--fsdp1"], is_flag=True, help="replace FullyShardedDataParallel and its names as well"),
+    click.Option(["--strict"], is_flag=True, help="exit with 1 if no sharded model ran on shardkit's engine"),
+    click.Argument(["command"], nargs=-1, required=True, type=click.UNPROCESSED),
+]
+
+
+@tree.command(
+    params=[*_INSTALL_OPTIONS],
+    context_settings=_PASSED_ON,
+    short_help="Runs a training command and records steps of every rank.",
+)
 @click.option("--out", type=_FILE, default=Path("report.json"), help="the report (default: report.json)")
 @click.option("--html", type=_FILE, help="also write it as one HTML page")
 @click.option("--trace", type=_FILE, help="also write a trace for ui.perfetto.dev")
@@ -306,12 +293,11 @@ def plan(**options: Any) -> int:
 @click.option("--steps", type=_COUNT, default=10, help="steps to record (default 10)")
 @click.option("--no-activations", is_flag=True, help="do not count what autograd saves; costs less")
 @click.option("--records", type=_FILE, help="keep the records of the ranks in this directory, which all hosts share")
-@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+@click.option("--watch", is_flag=True, help="also say who is missing when a collective waits too long")
 def profile(**options: Any) -> int:
-    """Runs a training COMMAND, records some steps of every rank, and writes a report.
+    """Runs a training COMMAND as `shardkit run` does, records some steps of every rank, and writes a report.
 
-    The script needs no change: it has to call fully_shard. Example: shardkit profile --html run.html torchrun
-    --nproc-per-node 2 train.py
+    Example: shardkit profile --html run.html torchrun --nproc-per-node 2 train.py
     """
     from shardkit.tools.profiling.command import run
 
@@ -321,7 +307,6 @@ def profile(**options: Any) -> int:
 @tree.command(short_help="Shows a report of a profile, compares two, checks limits.")
 @click.argument("reports", metavar="REPORT [REPORT]", nargs=-1, required=True, type=_FILE)
 @click.option("--html", type=_FILE, help="write the (last) report as one HTML page")
-@click.option("--open", "open_page", is_flag=True, help="show the page of --html in a browser")
 @click.option("--trace", type=_FILE, help="write it as a trace for ui.perfetto.dev")
 @click.option("--estimate", type=_FILE, help="a result of `shardkit estimate --json` to stand beside it")
 @click.option("--json", type=_FILE, help="write it as JSON again, with the estimate in it")
@@ -333,8 +318,6 @@ def report(**options: Any) -> int:
 
     if len(options["reports"]) > 2:
         raise click.UsageError(f"{len(options['reports'])} reports were given; expected one, or two to compare")
-    if options["open_page"] and options["html"] is None:
-        raise click.UsageError("--open shows the page that --html names; give --html FILE as well")
     return run(_checked(options))
 
 
@@ -348,24 +331,34 @@ def doctor(**options: Any) -> int:
     return run(_checked(options))
 
 
-@tree.command(context_settings=_PASSED_ON, short_help="Runs a training command and names the rank it hangs on.")
-@click.option("--seconds", type=_Number(min=0, min_open=True), default=60.0, help="limit of a wait (default 60)")
-@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
-def watch(seconds: float, command: tuple[str, ...]) -> int:
-    """Runs a training COMMAND, and says who is missing when a collective waits too long.
+@tree.command(
+    params=[*_INSTALL_OPTIONS],
+    context_settings=_PASSED_ON,
+    short_help="Runs a training command and names the rank it hangs on.",
+)
+@click.option(
+    "--seconds", type=click.FloatRange(min=0, min_open=True), default=60.0, help="limit of a wait (default 60)"
+)
+def watch(seconds: float, command: tuple[str, ...], **options: bool) -> int:
+    """Runs a training COMMAND as `shardkit run` does, and says who is missing when a collective waits too long.
 
     Every rank that can be reached reports where it is, and one of them writes who is missing to its stderr.
     """
-    from shardkit.autoinstall.run import run_command
+    from shardkit.autoinstall.run import run
     from shardkit.tools.watch import WATCH, WATCH_SECONDS
 
-    return run_command(command, os.environ | {WATCH: "1", WATCH_SECONDS: str(seconds)}, "watch")
+    return run(command, name="watch", variables={WATCH: "1", WATCH_SECONDS: str(seconds)}, **options)
 
 
-@tree.command(context_settings=_PASSED_ON, short_help="Runs a training command with shardkit in place of FSDP.")
-@click.option("--fsdp1", is_flag=True, help="replace FullyShardedDataParallel and its names as well")
-@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
-def run(command: tuple[str, ...], fsdp1: bool) -> int:
+@tree.command(
+    params=[*_INSTALL_OPTIONS],
+    context_settings=_PASSED_ON,
+    short_help="Runs a training command with shardkit in place of FSDP.",
+)
+@click.option("--profile", "profiled", is_flag=True, help="also record some steps, as `shardkit profile` does")
+@click.option("--watch", "watched", is_flag=True, help="also say who is missing, as `shardkit watch` does")
+@click.pass_context
+def run(ctx: click.Context, /, profiled: bool, watched: bool, **options: Any) -> int:
     """Runs a training COMMAND with shardkit in place of torch's own FSDP.
 
     COMMAND is script.py with its arguments, or a launcher. No script is changed. Example: shardkit run torchrun
@@ -373,4 +366,8 @@ def run(command: tuple[str, ...], fsdp1: bool) -> int:
     """
     from shardkit.autoinstall.run import run as run_installed
 
-    return run_installed(command, fsdp1=fsdp1)
+    if profiled:
+        status: int = ctx.invoke(profile, watch=watched, **options)
+    else:
+        status = ctx.invoke(watch, **options) if watched else run_installed(**options)
+    return status

@@ -253,20 +253,6 @@ def gathered_too_often(facts: Facts) -> Iterator[Seen]:
         )
 
 
-def gathered_again_at_once(facts: Facts) -> Iterator[Seen]:
-    """The last module of forward: it is freed and gathered again at once, because backward begins with it."""
-    spans = facts.first_rank.spans
-    ran = [span.fqn for span in spans if span.phase == "forward" and span.step == 0 and span.fqn != facts.root]
-    for one in facts.gathers.get(ran[-1], ()) if ran else ():
-        if one.phase == "backward":
-            yield Seen(
-                one.exposed,
-                f"'{one.fqn}' is the last module of forward: it is freed, and gathered again at once for backward",
-                f"set_reshard_after_forward(False) on it; that takes no more memory at the peak, as its "
-                f"{show(one.bytes, 'bytes')} are needed right after",
-            )
-
-
 def embeddings_gathered_for_backward(facts: Facts) -> Iterator[Seen]:
     """Embeddings, whose backward does not read their weight."""
     for module in facts.first_rank.modules:
@@ -311,39 +297,6 @@ def uncovered_groups(facts: Facts) -> Iterator[Seen]:
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
-
-
-def buffers_that_double(facts: Facts) -> Iterator[Seen]:
-    """More communication buffers at once than two reductions need: one in flight while the next is prepared."""
-    sizes = {group: len(ranks.ranks) for group, ranks in enumerate(facts.report.groups)}
-    reductions = [one for one in facts.first_rank.operations if one.kind != "all-gather"]
-    need = 2 * max((one.wire_bytes + one.bytes // sizes[one.group] for one in reductions), default=0)
-    rank = facts.first_rank
-    held = max(rank.memory.categories["communication"].values, default=0)
-    if need and held >= 1.1 * need:
-        yield Seen(
-            held - need,
-            f"communication buffers reach {show(held, 'bytes')} on rank {rank.rank}; two reductions at once, of the "
-            f"largest group, need {show(need, 'bytes')}: more are under way, or buffers of several sizes are kept",
-            "make groups alike in size; keep set_reduce_scatter_max_input_buffers at 1; a peer that is late keeps "
-            "buffers alive, so see to late ranks first",
-        )
-
-
-# At most this many groups are unsharded at once by default: two blocks, and the root.
-_UNSHARDED = 3
-
-
-def padding(facts: Facts) -> Iterator[Seen]:
-    wasted = {fqn: max(one.padding_bytes for one in gathers) for fqn, gathers in facts.gathers.items()}
-    cost = sum(sorted(wasted.values())[-_UNSHARDED:])
-    if cost:
-        yield Seen(
-            cost,
-            f"the largest groups carry {show(cost, 'bytes')} of padding while they are unsharded, most in "
-            f"'{_most(wasted)}', as their first dim does not divide by the ranks",
-            "shard another dim (shard_placement_fn), or round the size of the layer up",
-        )
 
 
 _ADVICE = {
@@ -396,12 +349,9 @@ _RULES: tuple[tuple[str, Literal["seconds", "bytes"], float, Callable[[Facts], I
     ("launch", "seconds", 0.05, host_bound),
     ("small-group", "seconds", _LEAST_OF_STEP, small_groups),
     ("gathered-often", "seconds", _LEAST_OF_STEP, gathered_too_often),
-    ("gathered-at-once", "seconds", _LEAST_OF_STEP, gathered_again_at_once),
     ("embedding", "seconds", _LEAST_OF_STEP, embeddings_gathered_for_backward),
     ("prefetch-miss", "seconds", _LEAST_OF_STEP, prefetch_misses),
     ("exposed", "seconds", 0.05, uncovered_groups),
-    ("buffers", "bytes", 0.02, buffers_that_double),
-    ("padding", "bytes", 0.02, padding),
     ("peak", "bytes", 0.5, dominant_category),
 )
 

@@ -26,7 +26,6 @@ from shardkit.tools.estimating.job import (
     muon_placements,
     with_micro_batch,
 )
-from shardkit.tools.estimating.plot import plot_page
 from shardkit.tools.estimating.result import Estimate, estimate_job
 from shardkit.tools.estimating.tables import Point, print_estimate, print_sweep
 from shardkit.tools.estimating.timeline import OperatorCosts
@@ -61,7 +60,7 @@ def run(options: SimpleNamespace) -> int:
     if options.show_machine:
         sys.stdout.write(json_text(machine_named(options.show_machine).to_json(), indent=2))
         return 0
-    check_targets(options.json, options.plot)
+    check_targets(options.json)
     values = _settings_of(options.sweep)
     mesh, machine, job = mesh_of(options.mesh), machine_of(options), job_of(options)
 
@@ -78,16 +77,13 @@ def run(options: SimpleNamespace) -> int:
             points = _sweep(values, Workers(estimated, alone=costs is not None))
             print_sweep(points, terminal())
             found: Any = [{"settings": p.settings, "estimate": p.estimate and p.estimate.to_json()} for p in points]
-            ways = [(p.name, p.estimate, p.estimate.timeline.step) for p in points if p.estimate is not None]
         else:
             one = estimated(())
             print_estimate(one, terminal())
-            found, ways = one.to_json(), [("the job", one, one.timeline.step)]
+            found = one.to_json()
     if options.json is not None:
         write_text(options.json, json_text(found, indent=2))
-    if options.plot is not None and ways:
-        write_text(options.plot, plot_page(f"shardkit estimate{' --sweep' if values else ''}", ways))
-    return 0 if ways else 1
+    return int(bool(values) and all(point.estimate is None for point in points))
 
 
 # -- sweeps ------------------------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from rich.console import Console
 
 from shardkit.tools.estimating.command import costs_for, job_of, machine_of
-from shardkit.tools.estimating.plot import plot_page
 from shardkit.tools.files import check_targets, json_text, write_text
 from shardkit.tools.planning.code import code_of
 from shardkit.tools.planning.search import NothingFits, Proposal, below, propose
@@ -18,7 +17,7 @@ from shardkit.tools.terminal import grid, print_error, progress, terminal
 
 def run(options: SimpleNamespace) -> int:
     """Runs `shardkit plan`; the exit status is 1 if nothing fits. Raises `InputError`, and as `propose`."""
-    check_targets(options.write, options.json, options.plot)
+    check_targets(options.write, options.json)
     machine, job = machine_of(options), job_of(options)
     limit, margin = options.memory or machine.memory, options.margin / 100
     told: list[str] = []
@@ -38,9 +37,6 @@ def run(options: SimpleNamespace) -> int:
         write_text(options.write, code)
     else:
         terminal().print(f"\n{code}", soft_wrap=True)
-    if options.plot is not None:
-        ways = [(one.candidate.describe(), one.estimate, one.sample_seconds) for one in found]
-        write_text(options.plot, plot_page("shardkit plan", ways, "a sample"))
     if options.json is not None:
         write_text(options.json, json_text([_to_json(proposal) for proposal in found], indent=2))
     return 0

@@ -187,27 +187,6 @@ class _Search:
         self.attempt(candidate)
         return candidate in self.known and self.known[candidate].reserved_bytes <= self.limit
 
-    def too_large(self, grown: Candidate) -> bool:
-        """Whether a micro-batch cannot fit, judged by the peaks of half and a quarter of it.
-
-        The peak is the largest of sums that each grow in proportion to the samples, so its growth never slows. A
-        micro-batch of one saves copies that others need; a margin of a fiftieth allows for that.
-        """
-        half, quarter = (replace(grown, micro_batch=grown.micro_batch // part) for part in (2, 4))
-        if quarter not in self.known or half not in self.known:
-            return False
-        before, last = (self.known[one].peak.bytes for one in (quarter, half))
-        return 0.98 * (3 * last - 2 * before) + self.machine.process_bytes > self.limit
-
-    def too_few_shards(self, candidate: Candidate, known: Candidate) -> bool:
-        """Whether weights and optimizer state alone exceed the limit, judged by their sizes in a known candidate.
-
-        Rank 0's part of every parameter is at least as large as other ranks', unless placements differ.
-        """
-        ranks = dict(candidate.axes)["dp_shard"]
-        least = self.known[known].checkpoint.whole // ranks + self.machine.process_bytes
-        return candidate.policies.placements is None and not candidate.policies.offload and least > self.limit
-
     def sample_seconds(self, candidate: Candidate) -> float:
         samples = candidate.micro_batch * candidate.policies.accumulate * candidate.samplers
         return self.known[candidate].timeline.step / samples
@@ -289,11 +268,11 @@ def _explore(
     for candidate in plain:
         if search.fits(candidate):  # keeping parameters from forward to backward reserves no less
             search.attempt(candidate.changed(reshard_after_forward=False))
-    replicated = [[(one, replace(one, axes=axes)) for axes in other] for one in search.ranked()[:_REPLICATED]]
-    search.begin(wider for ways in replicated for one, wider in ways if not search.too_few_shards(wider, one))
+    replicated = [[replace(one, axes=axes) for axes in other] for one in search.ranked()[:_REPLICATED]]
+    search.begin(ways[0] for ways in replicated if ways)
     for ways in replicated:
-        for one, wider in ways:
-            if search.too_few_shards(wider, one) or not search.fits(wider):
+        for wider in ways:
+            if not search.fits(wider):
                 break
     if not search.known:
         raise EstimateError(
@@ -301,9 +280,9 @@ def _explore(
         )
     _cut_further(search, world_size)
     grown = [replace(one, micro_batch=2 * one.micro_batch) for one in search.ranked()[:_GROWN]]
-    search.begin(one for one in grown if one.micro_batch <= most_micro_batch and not search.too_large(one))
+    search.begin(one for one in grown if one.micro_batch <= most_micro_batch)
     for one in grown:
-        while one.micro_batch <= most_micro_batch and not search.too_large(one) and search.fits(one):
+        while one.micro_batch <= most_micro_batch and search.fits(one):
             one = replace(one, micro_batch=2 * one.micro_batch)
     lines = ((one, search.known[one].timeline) for one in search.ranked()[:_PREFETCHED])
     exposed = [one for one, line in lines if line.exposed > _EXPOSED * line.step]

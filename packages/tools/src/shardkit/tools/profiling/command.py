@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
-from shardkit.autoinstall.run import run_command
+from shardkit.autoinstall.run import run as run_installed
 from shardkit.tools.files import InputError, check_targets
 from shardkit.tools.profiling.session import ACTIVATIONS, STEPS, TARGET, WARMUP
 from shardkit.tools.report.command import print_report, say_written, write_outputs
 from shardkit.tools.report.files import is_record, read_records
 from shardkit.tools.report.merge import merge
 from shardkit.tools.terminal import print_error
+from shardkit.tools.watch import WATCH
 
 
 def run(options: SimpleNamespace) -> int:
@@ -29,15 +29,17 @@ def run(options: SimpleNamespace) -> int:
             STEPS: str(options.steps),
             ACTIVATIONS: str(int(not options.no_activations)),
         }
-        status = run_command(options.command, os.environ | settings, "profile")
+        if options.watch:
+            settings[WATCH] = "1"
+        status = run_installed(
+            options.command, fsdp1=options.fsdp1, strict=options.strict, name="profile", variables=settings
+        )
         recorded = any(records.glob("rank-*.json"))
         if status:
             told = "reporting what was recorded" if recorded else "nothing was recorded"
             print_error(f"the command ended with status {status}; {told}")
         elif not recorded:
-            print_error(
-                "nothing was recorded: a rank records from its first fully_shard call on; does the command call it?"
-            )
+            print_error("nothing was recorded")
         if not recorded:
             return status or 2
         report = merge(read_records(records), list(options.command))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import webbrowser
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -42,8 +41,6 @@ def run(options: SimpleNamespace) -> int:
     if limits and not all(report.run.recorded_steps for report in reports):
         raise InputError("a report holds no whole step, so no limit can be checked; record steps after the warm-up")
     write_outputs(reports[-1], options.json, options.html, options.trace)
-    if options.open_page and not webbrowser.open(options.html.absolute().as_uri()):
-        terminal(stderr=True).print(f"no browser could be started; open {options.html} yourself")
     if len(reports) == 2:
         _print_comparison(*reports)
     else:

@@ -143,15 +143,6 @@ def _per_step(of_rank: Callable[[Rank], float]) -> Callable[[Report], float]:
     return _most(lambda rank: of_rank(rank) / max(1, len(rank.steps)))
 
 
-def _padding(report: Report) -> float:
-    by_group: dict[tuple[str, int], int] = {}
-    for one in report.collectives:
-        if one.kind == "all-gather":
-            key = (one.fqn, one.group)
-            by_group[key] = max(by_group.get(key, 0), one.padding_bytes)
-    return sum(by_group.values())
-
-
 def _imbalance(report: Report) -> float:
     held = [sum(rank.shard_bytes.values()) + sum(rank.owned.values()) for rank in report.ranks]
     return max(held) / _mean([float(size) for size in held]) - 1 if any(held) else 0.0
@@ -195,7 +186,6 @@ MEASURES: tuple[Measure, ...] = (
         "gathers that had to be launched when they were needed, a step",
         _per_step(lambda rank: sum(module.prefetch_misses for module in rank.modules)),
     ),
-    Measure("padding", "bytes", "memory of unsharded parameters that holds no element, all groups", _padding),
     Measure("imbalance", "share", "by how much the largest rank's shards exceed the average", _imbalance),
     Measure(
         "profiler_overhead",
