@@ -1,6 +1,8 @@
 """accelerate's FSDP2."""
 
 import functools
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -48,3 +50,35 @@ def test_launched_from_a_configuration_file(way: str, tmp_path: Path, tmp_path_f
     front, variables = WAYS[way]
     seen = _launched("shardkit", tmp_path, front, **variables)
     assert_case(seen, expected, way)
+
+
+@pytest.mark.parametrize(
+    ("loop", "where"),
+    [
+        ("accelerate", "after a step"),
+        pytest.param("accelerate", "before backward", marks=pytest.mark.slow),
+        pytest.param("accelerate", "without grad after a step", marks=pytest.mark.slow),
+        pytest.param("accelerate", "raises before backward", marks=pytest.mark.slow),
+        pytest.param("accelerate", "returns early", marks=pytest.mark.slow),
+        ("Trainer", "between micro-batches"),
+        pytest.param("Trainer", "raises after a step", marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_that_goes_another_way_is_an_error_on_all(loop: str, where: str, tmp_path: Path):
+    """Rank 0 runs a forward more, raises, or returns early: each rank has its error, and none waits for the other."""
+    scripts = Path(sys.executable).parent
+    command = [scripts / "shardkit", "run", scripts / "accelerate", "launch", f"--config_file={SCRIPTS / 'fsdp2.yaml'}"]
+    command += [SCRIPTS / "train_mismatched.py", f"--out={tmp_path}", f"--loop={loop}", f"--where={where}"]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, env=env, cwd=tmp_path, text=True, capture_output=True, timeout=400, check=False)
+    seen = [(tmp_path / f"rank{rank}") for rank in range(2)]
+    assert all(one.exists() for one in seen), (done.stdout + done.stderr)[-6000:]
+    first, second = (one.read_text() for one in seen)
+    assert second.startswith("RuntimeError: ")
+    if where.startswith("raises"):
+        assert first == f"Other: {where}"
+    elif where == "returns early":
+        assert first == "no error"
+    else:
+        assert first.startswith("RuntimeError: ")
+        assert "where this rank is at 'model." in first + second
