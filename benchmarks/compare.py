@@ -7,7 +7,7 @@
     sudo python benchmarks/compare.py --model gpt-6m --world-size 4 --link 1gbit --systems shardkit,fsdp2
 
 All systems of a configuration train at once, in processes of their own, and are timed in turn (A B C A B C ...), so
-that whatever else the machine does meets all of them alike. See docs/explanation/benchmarks.md.
+that whatever else the machine does meets all of them alike. See benchmarks/METHOD.md.
 """
 
 import argparse

@@ -5,7 +5,7 @@
     python benchmarks/regression.py new.json --save     compare, then keep it: later runs are held against it
 
 Ratios to other systems are compared, never times: the machine may be faster or slower today. See
-docs/explanation/benchmarks.md.
+benchmarks/METHOD.md.
 """
 
 import argparse

@@ -8,6 +8,16 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+# The names that a user meets first, in this order; the others follow by name.
+_FIRST = {
+    "shardkit.core": (
+        "fully_shard", "FSDPModule", "MixedPrecisionPolicy", "CPUOffloadPolicy", "materialize", "clip_grad_norm_",
+        "full_state_dict", "load_full_state_dict", "save_full_state_dict", "optimizer_step_on_shards", "placements_for",
+        "Owned", "Blocks", "CompressionPolicy", "install",
+    ),
+    "shardkit.core.checkpoint": ("CheckpointManager", "TrainingState", "Restored"),
+    "shardkit.tools": ("profile", "estimate", "plan"),
+}  # fmt: skip
 _HEADINGS = {
     "shardkit.core": "Sharding, policies, clipping, full state dicts.",
     "shardkit.core.checkpoint": "Checkpoints of training runs.",
@@ -49,7 +59,8 @@ def public_names(module: ModuleType) -> list[Name]:
         is_code = inspect.isclass(value) or inspect.isfunction(value)
         if is_code and value.__module__.startswith("shardkit."):
             found.append(Name(name, value))
-    return sorted(found, key=lambda one: one.name.lower())
+    first = _FIRST.get(module.__name__, ())
+    return sorted(found, key=lambda one: (first.index(one.name) if one.name in first else len(first), one.name.lower()))
 
 
 def _defined_in(value: Any, module: str) -> bool:
