@@ -154,3 +154,17 @@ def test_state_by_module(rank: int, world_size: int) -> None:
     assert _fsdp_state._get_module_fsdp_state(model) is model._get_fsdp_state()
     assert _fsdp_state._get_module_fsdp_state(nn.Linear(3, 3)) is None
     shardkit.uninstall()
+
+
+@on_ranks(2)
+def test_ranges_of_a_profiler_have_the_names_of_stock(rank: int, world_size: int) -> None:
+    ranges = []
+    for api in (stock, shardkit):
+        model = _sharded(api)
+        for _ in range(2):
+            with torch.profiler.profile() as profile:
+                model(torch.randn(2, 7)).sum().backward()
+        ranges.append({event.key for event in profile.key_averages() if event.key.startswith("FSDP::")})
+    expected = ranges[0]
+    seen = {one.removesuffix(" (FSDPSequential)") for one in ranges[1]}  # stock gives the root no name
+    assert {f"FSDP::{what} (0)" for what in ("all_gather", "post_backward_reduce")} <= seen <= expected

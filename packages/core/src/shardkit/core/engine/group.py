@@ -100,17 +100,25 @@ class Phase(enum.Enum):
     POST_BACKWARD = enum.auto()
 
 
+# Scripts that read profiles go by the ranges of stock.
+_RANGES = {
+    "_unshard": "all_gather",
+    "_wait_for_unshard": "all_gather_copy_out",
+    "post_backward": "post_backward_reduce",
+}
+
+
 def _ungraphed(method: _F) -> _F:
-    """Runs a method of a group without autograd, in a range "shardkit::<method> (<fqn>)" while a profiler runs.
+    """Runs a method of a group without autograd, in a range "FSDP::all_gather (<fqn>)" or so while a profiler runs.
 
     `torch.no_grad()` costs three times the host time, and groups do this several times a step.
     """
-    what = method.__name__.removeprefix("_")
+    what = _RANGES.get(method.__name__, method.__name__)
 
     @functools.wraps(method)
     def run(group: FSDPParamGroup, *args: Any, **kwargs: Any) -> Any:
         if getattr(profiler, "_is_profiler_enabled", False):
-            with torch.profiler.record_function(f"shardkit::{what} ({group.label})"), torch.no_grad():
+            with torch.profiler.record_function(f"FSDP::{what} ({group.label})"), torch.no_grad():
                 return method(group, *args, **kwargs)
         before = torch.is_grad_enabled()
         set_grad_enabled(False)
