@@ -8,7 +8,7 @@
 torch's `fake` process group stands in for the other ranks: this process is rank 0 of any number. Each group has nine
 parameters, in bf16, with gradients reduced in fp32. The output is CPU time of this process without that of the fake
 group's own collectives, which copy as many chunks as there are ranks. Every configuration has a process of its own. See
-docs/explanation/scale.md.
+benchmarks/METHOD.md.
 """
 
 import argparse
@@ -21,12 +21,14 @@ import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as stock
+from side_by_side.surroundings import surroundings
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -250,6 +252,11 @@ def main() -> int:
             results.append((one, {name: Cost(**cost) for name, cost in answer.items()}))
             print(f"{ranks} ranks, {groups} groups: done", file=sys.stderr, flush=True)
     print(table(results))
+    if args.json is not None:
+        runs = [asdict(one) | {"costs": {name: asdict(cost) for name, cost in each.items()}} for one, each in results]
+        args.json.write_text(
+            json.dumps({"surroundings": surroundings("cpu", "adamw", None), "runs": runs}, indent=1) + "\n"
+        )
     return 0
 
 
@@ -261,6 +268,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--budget", type=float, help="also a prefetch budget of this part of all unsharded bytes")
     parser.add_argument("--turns", type=int, default=7, help="later steps, of which the median counts (7)")
     parser.add_argument("--models", type=int, default=3, help="of each system, whose median first step counts (3)")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file, such as results/scale.json")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     return parser.parse_args()
 

@@ -1,6 +1,6 @@
-"""The chart of the README: step time and memory against FSDP2, drawn as SVG from the saved comparisons.
+"""The picture of the README: step time, bytes of tensors and host time against FSDP2, drawn as SVG from saved results.
 
-`python website/benchmark_chart.py` writes it anew; a test fails while it does not show the saved results.
+`python website/benchmark_chart.py` writes it anew; a test fails while it does not show `benchmarks/results`.
 """
 
 from __future__ import annotations
@@ -8,72 +8,96 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results" / "compare"
+RESULTS = ROOT / "benchmarks" / "results"
 CHART = ROOT / "docs" / "images" / "benchmarks.svg"
 
-_LABEL, _BAR, _ROW, _TOP, _BOTTOM = 210, 420, 46, 64, 44
-_SERIES = (("step", "step time", "#3f6fd8"), ("held", "memory, shared pages by shares", "#d9822b"))
+# Narrow, so that a phone shows the text at a readable size.
+_WIDTH, _LABEL, _BAR = 480, 150, 250
+_ROW, _HEAD = 21, 44
+_STYLE = """<style>
+text { font-size: 14px; fill: #222 } .title { font-weight: bold } .small { font-size: 12px; fill: #555 }
+.page { fill: #fff } .bar { fill: #3f6fd8 } .stock { stroke: #666 }
+@media (prefers-color-scheme: dark) {
+text { fill: #e6e6e6 } .small { fill: #aaa } .page { fill: #1e2129 } .bar { fill: #7aa2f7 } .stock { stroke: #aaa }
+}
+</style>"""
 
 
 @dataclass(frozen=True)
-class Bars:
-    """One configuration: for each series the ratio to FSDP2, below 1 where shardkit needs less."""
+class Panel:
+    """One measure in one setting: for each configuration the ratio to FSDP2, below 1 where shardkit needs less."""
 
-    label: str
-    ratios: tuple[float, ...]
-
-
-def read(results: Path = RESULTS) -> tuple[list[Bars], str]:
-    """The configurations that were run beside FSDP2, by name, and the machine of the runs."""
-    runs = [json.loads(path.read_text()) for path in sorted(results.glob("*.json"))]
-    bars = []
-    for run in runs:
-        rows = {row["key"]: row["ratios"] for row in run["rows"]}
-        ratios = tuple(rows[key]["fsdp2"]["median"] for key, _, _ in _SERIES)
-        ranks = run["settings"]["world_size"]
-        bars.append(Bars(f"{run['settings']['workload']}, {ranks} rank{'s' if ranks > 1 else ''}", ratios))
-    facts = runs[0]["surroundings"]
-    return bars, f"{facts['cpu']}, {facts['cores']} cores, gloo, torch {facts['torch']}, {facts['date'].split()[0]}"
+    title: str
+    setting: str
+    bars: tuple[tuple[str, float], ...]
 
 
-def draw(bars: list[Bars], taken_on: str) -> str:
-    """The SVG: a group of bars for each configuration, and a line where FSDP2 stands."""
-    width, height = _LABEL + _BAR + 70, _TOP + _ROW * len(bars) + _BOTTOM
-    end = _LABEL + _BAR
+def read(results: Path = RESULTS) -> list[Panel]:
+    """The panels, from the saved results."""
+    runs = [json.loads(path.read_text()) for path in sorted((results / "compare").glob("*.json"))]
+    near = tuple((_name(run["settings"]), _step(run)) for run in runs if run["settings"].get("link") is None)
+    (far,) = json.loads((results / "link.json").read_text())["runs"]
+    tensors = json.loads((results / "tensors.json").read_text())
+    held = tuple((_name(run), run["peaks"]["shardkit"] / run["peaks"]["fsdp2"]) for run in tensors["runs"])
+    scale = json.loads((results / "scale.json").read_text())
+    host = tuple(
+        (f"{run['ranks']:,} ranks", run["costs"]["shardkit"]["later"] / run["costs"]["stock"]["later"])
+        for run in scale["runs"]
+    )
+    return [
+        Panel("Step time", "CPU ranks of one host, which share memory", near),
+        Panel("Step time over 1 Gbit/s", f"{_name(far)}, in two network namespaces", tuple(far["ratio"].items())),
+        Panel("Bytes of tensors at the peak", "CPU ranks of one host", held),
+        Panel("Host time of a step", "one CPU process, whose other ranks are simulated", host),
+    ]
+
+
+def _name(settings: dict[str, Any]) -> str:
+    ranks = settings["world_size"]
+    return f"{settings['workload']}, {ranks} rank{'s' if ranks > 1 else ''}"
+
+
+def _step(run: dict[str, Any]) -> float:
+    ratio: float = next(row for row in run["rows"] if row["key"] == "step")["ratios"]["fsdp2"]["median"]
+    return ratio
+
+
+def draw(panels: list[Panel]) -> str:
+    """The SVG: a bar for each configuration of each panel, and a line where FSDP2 stands."""
+    height = 40 + sum(_HEAD + _ROW * len(panel.bars) + 14 for panel in panels)
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}"',
-        f'width="{width}" height="{height}" font-family="sans-serif">',
-        "<style>text { font-size: 13px } .title { font-size: 15px; font-weight: bold }</style>",
-        "<title>Step time and memory of shardkit over those of FSDP2</title>",
-        f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
-        '<text x="12" y="22" class="title" fill="#222">shardkit / FSDP2 (less is better)</text>',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" height="{height}"',
+        'font-family="sans-serif">',
+        _STYLE,
+        "<title>shardkit over FSDP2: step time, bytes of tensors, host time</title>",
+        f'<rect class="page" width="{_WIDTH}" height="{height}"/>',
+        '<text x="10" y="24" class="title">shardkit / FSDP2 (line: FSDP2; less is better)</text>',
     ]
-    for at, (_, name, colour) in enumerate(_SERIES):
-        x = 12 + at * 110
+    top = 40
+    for panel in panels:
+        lines += _panel(panel, top)
+        top += _HEAD + _ROW * len(panel.bars) + 14
+    return "\n".join([*lines, "</svg>"]) + "\n"
+
+
+def _panel(panel: Panel, top: int) -> list[str]:
+    lines = [
+        f'<text x="10" y="{top + 16}" class="title">{panel.title}</text>',
+        f'<text x="10" y="{top + 34}" class="small">{panel.setting}</text>',
+    ]
+    for row, (label, ratio) in enumerate(panel.bars):
+        y, length = top + _HEAD + row * _ROW, round(ratio * _BAR)
         lines += [
-            f'<rect x="{x}" y="34" width="12" height="12" fill="{colour}"/>',
-            f'<text x="{x + 18}" y="45" fill="#222">{name}</text>',
+            f'<text x="{_LABEL - 8}" y="{y + 13}" text-anchor="end">{label}</text>',
+            f'<rect class="bar" x="{_LABEL}" y="{y}" width="{length}" height="16"/>',
+            f'<text x="{_LABEL + length + 6}" y="{y + 13}">{ratio:.2f}</text>',
         ]
-    for row, one in enumerate(bars):
-        y = _TOP + row * _ROW
-        lines.append(f'<text x="{_LABEL - 10}" y="{y + 25}" text-anchor="end" fill="#222">{one.label}</text>')
-        for at, ((_, _, colour), ratio) in enumerate(zip(_SERIES, one.ratios, strict=True)):
-            top, length = y + 4 + at * 17, round(ratio * _BAR)
-            lines += [
-                f'<rect x="{_LABEL}" y="{top}" width="{length}" height="15" fill="{colour}"/>',
-                f'<text x="{_LABEL + length + 6}" y="{top + 12}" fill="#222">{ratio:.2f}</text>',
-            ]
-    below = _TOP + _ROW * len(bars)
-    lines += [
-        f'<line x1="{end}" y1="{_TOP - 8}" x2="{end}" y2="{below}" stroke="#666" stroke-dasharray="4 3"/>',
-        f'<text x="{end}" y="{_TOP - 12}" text-anchor="middle" fill="#444">FSDP2 = 1</text>',
-        f'<text x="12" y="{below + 26}" style="font-size: 11px" fill="#555">{taken_on}</text>',
-        "</svg>",
-    ]
-    return "\n".join(lines) + "\n"
+    end, low = _LABEL + _BAR, top + _HEAD + _ROW * len(panel.bars)
+    return [*lines, f'<line class="stock" x1="{end}" y1="{top + _HEAD - 4}" x2="{end}" y2="{low}" stroke-width="2"/>']
 
 
 if __name__ == "__main__":
-    CHART.write_text(draw(*read()))
+    CHART.write_text(draw(read()))

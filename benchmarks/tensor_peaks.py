@@ -1,0 +1,88 @@
+"""The most bytes of tensors that a rank holds in a step: shardkit and stock FSDP2, into `results/tensors.json`.
+
+    python benchmarks/tensor_peaks.py                    the configurations that `results/compare` has
+    python benchmarks/tensor_peaks.py --model gpt-34m --world-size 2
+
+Counts every storage that an operator has taken or returned, while it lives, after every operator; memory that ranks
+share counts on the rank that owns it. So neither the allocator nor what else the machine does changes a figure.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import spawn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from side_by_side.saved import RESULTS
+from side_by_side.surroundings import surroundings
+from side_by_side.systems import SYSTEMS, Place, optimizers_for
+from side_by_side.workloads import WORKLOADS
+
+from tests.tools.measured import Meter
+
+SAVED = RESULTS.parent / "tensors.json"
+STEPS = 3
+
+
+def _rank(rank: int, world_size: int, system: str, workload: str, directory: str) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{directory}/store", world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    job = WORKLOADS[workload]
+    batches = job.batches(STEPS, rank, torch.device("cpu"))
+    torch.manual_seed(0)
+    with Meter() as meter:
+        built = SYSTEMS[system](job, Place(rank, world_size, torch.device("cpu")))
+        meter.looking = False  # adding up is slow
+        optimizers = optimizers_for(built, job)
+        for step, (tokens, targets) in enumerate(batches, 1):
+            meter.looking = step == STEPS
+            with built.around_forward():
+                loss = built.network(tokens, targets)
+            loss.backward()
+            del loss
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+    (Path(directory) / f"{rank}.json").write_text(json.dumps(meter.peak))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure(system: str, workload: str, world_size: int) -> int:
+    """Bytes of the rank that holds most, in the last of three steps."""
+    with tempfile.TemporaryDirectory() as directory:
+        spawn(_rank, (world_size, system, workload, directory), nprocs=world_size)
+        return max(json.loads((Path(directory) / f"{rank}.json").read_text()) for rank in range(world_size))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=WORKLOADS)
+    parser.add_argument("--world-size", type=int, default=2)
+    options = parser.parse_args()
+    saved: list[dict[str, Any]] = json.loads(SAVED.read_text())["runs"] if SAVED.exists() else []
+    of = {(run["workload"], run["world_size"]): run for run in saved}
+    wanted = [(options.model, options.world_size)]
+    if options.model is None:
+        settings = [json.loads(path.read_text())["settings"] for path in sorted(RESULTS.glob("*.json"))]
+        wanted = [(one["workload"], one["world_size"]) for one in settings if one.get("link") is None]
+    for workload, world_size in wanted:
+        peaks = {system: measure(system, workload, world_size) for system in ("shardkit", "fsdp2")}
+        of[workload, world_size] = {"workload": workload, "world_size": world_size, "peaks": peaks}
+        print(workload, world_size, {system: f"{peak / 2**20:.1f} MiB" for system, peak in peaks.items()}, flush=True)
+    facts = surroundings("cpu", "adamw", None)
+    facts = {name: facts[name] for name in ("date", "python", "torch", "commit")}
+    runs = [of[key] for key in sorted(of)]
+    SAVED.write_text(json.dumps({"surroundings": facts, "runs": runs}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
