@@ -15,7 +15,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 CHART = ROOT / "docs" / "images" / "benchmarks.svg"
 
 # Narrow, so that a phone shows the text at a readable size.
-_WIDTH, _LABEL, _BAR = 480, 150, 250
+_WIDTH, _LABEL, _BAR = 480, 182, 220
 _ROW, _HEAD = 21, 44
 _STYLE = """<style>
 text { font-size: 14px; fill: #222 } .title { font-weight: bold } .small { font-size: 12px; fill: #555 }
@@ -90,10 +90,11 @@ def _panel(panel: Panel, top: int) -> list[str]:
     ]
     for row, (label, ratio) in enumerate(panel.bars):
         y, length = top + _HEAD + row * _ROW, round(ratio * _BAR)
+        number = _LABEL + 6 + (length if ratio < 0.8 else max(length, _BAR))  # not on the line
         lines += [
             f'<text x="{_LABEL - 8}" y="{y + 13}" text-anchor="end">{label}</text>',
             f'<rect class="bar" x="{_LABEL}" y="{y}" width="{length}" height="16"/>',
-            f'<text x="{_LABEL + length + 6}" y="{y + 13}">{ratio:.2f}</text>',
+            f'<text x="{number}" y="{y + 13}">{ratio:.2f}</text>',
         ]
     end, low = _LABEL + _BAR, top + _HEAD + _ROW * len(panel.bars)
     return [*lines, f'<line class="stock" x1="{end}" y1="{top + _HEAD - 4}" x2="{end}" y2="{low}" stroke-width="2"/>']

@@ -173,10 +173,7 @@ _JOB_OPTIONS = [
     click.Option(["--expandable-segments"], is_flag=True, help="as PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"),
     click.Option(["--wrap"], help="FQNs or class names to shard by themselves (default: repeated blocks)"),
     click.Option(
-        ["--placements"],
-        metavar="NAME",
-        help="owned or blocks: auto, or pkg.module:name of a function that gets the model "
-        "and returns a shard_placement_fn",
+        ["--placements"], metavar="NAME", help="auto, or pkg.module:name of a function: model -> shard_placement_fn"
     ),
     click.Option(
         ["--dtype"],
