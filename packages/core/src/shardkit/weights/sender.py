@@ -414,7 +414,7 @@ class _Lane:
         try:
             connection = await opening
         except (OSError, TimeoutError) as error:
-            self.problem = f"cannot be reached: {error}"
+            self.problem = f"cannot be reached: {error or 'no answer'}"
         while (item := await self._queue.get()) is not None:
             message, data, then = item
             try:
