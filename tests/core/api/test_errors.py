@@ -4,6 +4,7 @@ import copy
 import datetime as dt
 import os
 import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -65,6 +66,14 @@ def _bad_meshes(rank: int, world_size: int) -> None:
         fully_shard(nn.Linear(3, 3), mesh=named, dp_mesh_dims="dp")
     with pytest.raises(TypeError, match=r"mesh must be a DeviceMesh.*ProcessGroup"):
         fully_shard(nn.Linear(3, 3), mesh=dist.group.WORLD)
+    for names in (("dp_shard", "cp"), ("dp_shard", "dp_replicate"), ("fsdp", "tp"), ("dp", "tp")):
+        hsdp = rank_mesh((1, 2), names)
+        with pytest.warns(UserWarning, match=rf"replicates parameters over '{names[0]}' and shards.*dp_mesh_dims="):
+            fully_shard(nn.Linear(3, 3), mesh=hsdp)
+    with warnings.catch_warnings(action="error"):
+        fully_shard(nn.Linear(3, 3), mesh=hsdp, dp_mesh_dims=DataParallelMeshDims(replicate="dp", shard="tp"))
+        for names in (("dp_replicate", "dp_shard"), ("outer", "inner")):
+            fully_shard(nn.Linear(3, 3), mesh=rank_mesh((1, 2), names))
     others = DeviceMesh("cpu", [1 - rank])
     with pytest.raises(ValueError, match=rf"rank {rank} is not in the mesh DeviceMesh.*; pass a mesh that contains"):
         fully_shard(nn.Linear(3, 3), mesh=others)

@@ -1,5 +1,6 @@
 """A mesh of its own for a parameter, as trainers with expert parallelism give it: the gradients of stock."""
 
+import warnings
 from typing import Any
 
 import pytest
@@ -63,6 +64,27 @@ def test_one_group_a_mesh_as_stock_makes_them(rank: int, world_size: int, expert
             assert p.device_mesh == (edp if p.ndim == 3 else flat), name
     for name, expected in found[0].items():
         torch.testing.assert_close(found[1][name], expected, msg=name)
+
+
+@on_ranks(4)
+def test_experts_without_a_divide_factor(rank: int, world_size: int) -> None:
+    edp, flat = rank_mesh((2, 2), ("ep", "edp"))["edp"], rank_mesh((4,))
+    found = []
+    for factor in (None, 2, 4):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+        experts = fully_shard(model[0], mesh=edp)
+        if factor is not None:
+            experts.set_gradient_divide_factor(factor)
+        fully_shard(model, mesh=flat)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            found.append(_gradients(model, rank)["0.weight"])
+        told = [str(one.message) for one in seen if "gradient" in str(one.message)]
+        assert len(told) == (factor is None), told
+        if told:
+            assert "'0' lie on 2 ranks, and others on 4" in told[0] and "set_gradient_divide_factor(4)" in told[0]
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2] * 2)
 
 
 @on_ranks(2)

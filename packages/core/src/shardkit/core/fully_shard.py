@@ -112,7 +112,7 @@ def fully_shard(
     Args:
         module: the module, or a list of modules that are gathered and reduced together.
         mesh: 1-D: parameters are sharded over it. 2-D with names: replicated over its first axis, sharded over its
-            second (HSDP). Default: all ranks.
+            second (HSDP); names such as ("dp_shard", "cp") get a warning. Default: all ranks.
         reshard_after_forward: True frees the parameters after forward and gathers them again for backward; False keeps
             them; an int keeps them sharded over that many neighbouring ranks, which must divide the shard axis; None
             means True, except for the root.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from functools import cached_property
 from weakref import WeakKeyDictionary
@@ -117,6 +118,8 @@ def default_mesh() -> DeviceMesh:
 def data_parallel_mesh(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> DataParallelMesh:
     """The data-parallel axes of `mesh`: all of a 1-D or 2-D mesh, or those that `dims` names.
 
+    Warns if a 2-D mesh whose axes `dims` does not name has names that contradict HSDP.
+
     Raises:
         TypeError: if `mesh` is not a DeviceMesh.
         ValueError: for a mesh without this rank, a mesh of more dims, a 2-D mesh without axis names, or an unknown
@@ -146,7 +149,21 @@ def data_parallel_mesh(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> D
             f"a 2-D mesh for HSDP needs axis names, got {mesh}; "
             'use init_device_mesh(..., mesh_dim_names=("dp_replicate", "dp_shard"))'
         )
+    _warn_of_other_axes(*mesh.mesh_dim_names)
     return DataParallelMesh(mesh, shard_axis=1, replicate_axes=(0,))
+
+
+def _warn_of_other_axes(first: str, second: str) -> None:
+    """Warns if the names of a 2-D mesh say that it is not meant for replicas over the first axis."""
+    others = {"cp", "tp", "ep", "pp", "sp"}
+    if "shard" in first or "fsdp" in first or "replic" in second or others.intersection((first, second)):
+        warnings.warn(
+            f"fully_shard replicates parameters over '{first}' and shards them over '{second}', as a 2-D mesh stands "
+            "for HSDP. If that is not meant, name the data-parallel axes, for example dp_mesh_dims="
+            f"DataParallelMeshDims(shard=('{first}', '{second}')) or DataParallelMeshDims(shard='{first}'), or pass "
+            f"mesh[\"{first}\"]; if it is, pass DataParallelMeshDims(replicate='{first}', shard='{second}')",
+            stacklevel=4,
+        )
 
 
 def _named_axes(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DataParallelMesh:
@@ -175,12 +192,13 @@ def _named_axes(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DataParallelMes
 
 def groups_of_copies(tensor: torch.Tensor) -> list[dist.ProcessGroup]:
     """The process groups whose ranks hold copies of one another's part of a DTensor, a group for each mesh axis."""
-    if not isinstance(tensor, DTensor) or tensor.device_mesh.get_coordinate() is None:
+    if not isinstance(tensor, DTensor):
         return []
+    axes = [axis for axis, one in enumerate(tensor.placements) if one.is_replicate()]
     mesh = tensor.device_mesh
-    return [
-        mesh.get_group(axis) for axis, one in enumerate(tensor.placements) if one.is_replicate() and mesh.size(axis) > 1
-    ]
+    if not axes or mesh.get_coordinate() is None:
+        return []
+    return [mesh.get_group(axis) for axis in axes if mesh.size(axis) > 1]
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator
@@ -76,6 +77,7 @@ def initialise_root(root: RootedState, *, same_names: bool = True) -> None:
     with events.Waiting(root.fqn, "set-up"):
         groups = list(dict.fromkeys(group for state in states for group in state.groups))
         _check_agreement(groups, root, same_names)
+    _warn_of_smaller_meshes(groups)
     live_roots.add(root)
     if order_check_wanted():
         root.schedule.order_check = OrderCheck()
@@ -121,6 +123,30 @@ def _check_prefetching(state: RootedState, root: RootedState, name: str) -> None
                 f"set_prefetch_{setting}({seen}) was called on '{state.fqn}', below the root {name}; it is a setting "
                 "of the root; call it there"
             )
+
+
+def _warn_of_smaller_meshes(groups: list[FSDPParamGroup]) -> None:
+    """Warns if some parameters lie on fewer of the ranks than others, and nobody has said what divides their sums.
+
+    Which number is right depends on the model: whether the ranks that hold other experts have batches of their own.
+    """
+    meshes = {id(group.mesh.mesh): group.mesh.mesh for group in groups}
+    if len(meshes) < 2:
+        return
+    ranks = {key: frozenset(mesh.mesh.flatten().tolist()) for key, mesh in meshes.items()}
+    widest = max(ranks.values(), key=len)
+    for group in groups:
+        few = ranks[id(group.mesh.mesh)]
+        trained = any(param.sharded_param.requires_grad for param in group.params)
+        if few < widest and trained and group.settings.gradient_divide_factor is None:
+            warnings.warn(
+                f"the parameters of '{group.label}' lie on {len(few)} ranks, and others on {len(widest)} with these "
+                f"among them: their gradients are divided by {len(few)}. If they are experts that get tokens from "
+                f"batches of all {len(widest)} ranks, call set_gradient_divide_factor({len(widest)}) on their module; "
+                f"if {len(few)} is right, call it with that",
+                stacklevel=2,
+            )
+            return
 
 
 def _alive(state: RootedState) -> list[nn.Module]:
@@ -188,10 +214,14 @@ def _check_agreement(
     """
     described: dict[dist.ProcessGroup, list[_Entry]] = defaultdict(list)
     device = torch.device("cpu")
+    shard_groups: set[dist.ProcessGroup] = set()
     values = _values_of_copies(groups, whole=closely is not None)
     for group in groups:
         device = group.device
         first = group.params[0].fqn
+        process_groups = [one for one in group.mesh.groups if one.size() > 1]
+        if group.mesh.shard_size > 1:
+            shard_groups.add(process_groups[0])
         place = "in the root's group" if group in root.groups else f"in the group that begins with '{first}'"
         for param in group.params:
             entry = (
@@ -202,10 +232,11 @@ def _check_agreement(
                 param.sharded_param.requires_grad,
                 place if same_names else "",
             )
-            copies = groups_of_copies(param.sharded_param)
-            for process_group in dict.fromkeys((*group.mesh.groups, *copies)):
-                if process_group.size() > 1:
-                    number = values.get(param, 0) if process_group in copies else 0
+            number, copies = values.get(param, (0, ()))
+            for process_group in process_groups:
+                described[process_group].append((*entry, number if process_group in copies else 0))
+            for process_group in copies:  # those of tensor parallelism
+                if process_group not in process_groups:
                     described[process_group].append((*entry, number))
     for fqn, buffer, mesh in () if closely is None else buffers_of_ranks(closely):
         (number,) = numbers_of([buffer], whole=True)
@@ -213,7 +244,6 @@ def _check_agreement(
             kind = str(buffer.dtype), "a buffer", False, ""
             described[process_group].append((fqn if same_names else "", tuple(buffer.shape), *kind, number))
     # Shard groups last: ranks learn there of replicas that differ for others.
-    shard_groups = {group.mesh.shard_group for group in groups}
     described = {one: described[one] for one in sorted(described, key=shard_groups.__contains__)}
     try:
         agreed = True
@@ -234,14 +264,24 @@ def _check_agreement(
     raise RuntimeError(message)
 
 
-def _values_of_copies(groups: list[FSDPParamGroup], *, whole: bool) -> dict[FSDPParam, int]:
-    """A number for this rank's part of each parameter that other ranks hold copies of."""
-    copied: dict[FSDPParam, torch.Tensor] = {}
+def _values_of_copies(
+    groups: list[FSDPParamGroup], *, whole: bool
+) -> dict[FSDPParam, tuple[int, list[dist.ProcessGroup]]]:
+    """For parameters that other ranks hold copies of: a number for this rank's part, and the groups of these ranks."""
+    copied: dict[FSDPParam, list[dist.ProcessGroup]] = {}
+    parts: list[torch.Tensor] = []
     for param in (param for group in groups for param in group.params):
-        copies, local = groups_of_copies(param.sharded_param), local_of(param.sharded_param)
-        if param.subclass is None and not local.is_meta and any(dist.get_backend(one) != "fake" for one in copies):
-            copied[param] = local
-    return dict(zip(copied, numbers_of([*copied.values()], whole=whole), strict=True))
+        if param.subclass is not None or not (param.mesh.replicate_axes or param.form.sums_elsewhere):
+            continue
+        copies = groups_of_copies(param.sharded_param)
+        if not copies or dist.get_backend(copies[0]) == "fake":
+            continue
+        local = local_of(param.sharded_param)
+        if not local.is_meta:
+            copied[param] = copies
+            parts.append(local)
+    numbers = numbers_of(parts, whole=whole)
+    return {param: (number, copies) for (param, copies), number in zip(copied.items(), numbers, strict=True)}
 
 
 def _difference(mine: list[_Entry], group: dist.ProcessGroup, device: torch.device) -> str | None:
