@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from shardkit.core import clip_grad_norm_, fully_shard
+from shardkit.core import Blocks, Owned, clip_grad_norm_, fully_shard
 from tests.support import on_ranks, rank_mesh
 
 
@@ -90,3 +91,52 @@ def test_array_over_a_parameter(rank: int, world_size: int) -> None:
     model.set_prefetch_depth(0)
     with pytest.raises(RuntimeError, match=r"the memory of parameter '0\.weight' cannot be freed.*numpy"):
         model(torch.randn(2, 8))
+
+
+def _unfrozen(head: Any) -> None:
+    head.weight.requires_grad_(False)
+    head(torch.ones(2, 8))
+    head.weight.requires_grad_()
+    head(torch.ones(2, 8))
+    head.reshard()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("first", [_unfrozen, nn.Module.double, nn.Module.train])
+@pytest.mark.parametrize(
+    "placement", [Shard(0), Shard(1), Replicate(), Owned(), Blocks(rows=3), Blocks(elements=5)], ids=str
+)
+def test_weight_gathered_outside_forward(
+    rank: int, world_size: int, placement: Placement, first: Callable[[Any], Any]
+) -> None:
+    """Each rank keeps the gradient of its own loss, as on stock; with `Owned` and `Blocks` there was none."""
+    mesh = rank_mesh((world_size,))
+    body = fully_shard(nn.Linear(8, 8), mesh=mesh)
+    head = fully_shard(nn.Linear(8, 4, bias=False), mesh=mesh, shard_placement_fn=lambda _: placement)
+    first(head)
+    x = torch.randn(2, 8) * (rank + 1)
+    loss = F.linear(body(x), head.weight.full_tensor().float()).sum()
+    with pytest.warns(
+        UserWarning, match=r"reached the sharded parameter 'weight' itself.*full_tensor\(\).*Otherwise use"
+    ):
+        loss.backward()
+    weight = head.weight.full_tensor().detach()
+    (gradient,) = torch.autograd.grad(head.weight.full_tensor().square().sum(), [head.weight])
+    assert gradient.placements == head.weight.placements and torch.equal(gradient.full_tensor(), 2 * weight)
+
+
+@on_ranks(2)
+def test_weight_after_forward_without_grad(rank: int, world_size: int) -> None:
+    """Log-probabilities from hidden states. Stock keeps the root's parameters after each forward."""
+    x = torch.ones(2, 8)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    expected = F.linear(model(x), model[1].weight.t())
+    fully_shard(model, mesh=rank_mesh((world_size,)))
+    with torch.no_grad():
+        hidden = model(x)
+        with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
+            F.linear(hidden, model[1].weight.t())
+        model.unshard()
+        assert torch.equal(F.linear(hidden, model[1].weight.t()), expected)
+        model.set_reshard_after_forward(False)
+        assert torch.equal(F.linear(model(x), model[1].weight.t()), expected)

@@ -280,6 +280,9 @@ def test_what_cannot_work_is_refused_by_name(rank: int, world_size: int) -> None
     model = shard(build(), rank_mesh((world_size,)), "rows")
     with pytest.raises(NotImplementedError, match=r"aten.mm.default .*Blocks\(rows=4\).*full_tensor"):
         model.head.weight.detach() @ torch.ones(10, 2)
+    for initialise in (nn.init.normal_, nn.init.trunc_normal_, nn.init.orthogonal_, nn.init.eye_):
+        with pytest.raises(NotImplementedError, match=r"Blocks\(rows=4\).*shardkit\.core\.materialize"):
+            initialise(model.head.weight)
 
 
 @on_ranks(2)

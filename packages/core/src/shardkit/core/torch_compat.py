@@ -84,6 +84,7 @@ __all__ = [
     "no_dynamo_frame",
     "outside_transforms",
     "post_accumulate_grad_hooks",
+    "put_engine_hook",
     "queue_end_of_backward",
     "register_with_stock",
     "replace_local",
@@ -247,9 +248,22 @@ def joined_mesh(replicate: DeviceMesh, shard: DeviceMesh) -> DeviceMesh:
 
 
 def post_accumulate_grad_hooks(parameter: torch.Tensor) -> Iterable[Callable[[torch.Tensor], None]]:
-    """The hooks that `register_post_accumulate_grad_hook` put on a parameter."""
-    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
-    return tuple(hooks.values()) if hooks else ()
+    """The hooks that users' calls of `register_post_accumulate_grad_hook` put on a parameter."""
+    hooks = parameter._post_accumulate_grad_hooks
+    return [hook for hook in hooks.values() if hook not in _of_engine] if hooks else ()
+
+
+def put_engine_hook(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
+    """Puts a hook on a parameter, once, that autograd runs when it accumulates there, and that counts as no user's."""
+    _of_engine.add(hook)
+    hooks = parameter._post_accumulate_grad_hooks
+    if hook not in (hooks or {}).values():
+        parameter.register_post_accumulate_grad_hook(hook)
+    else:
+        parameter._post_accumulate_grad_hooks = hooks  # autograd has lost them where `module.to()` has swapped contents
+
+
+_of_engine: set[Callable[[torch.Tensor], None]] = set()
 
 
 def gradient_hooks(tensor: torch.Tensor) -> Iterable[Callable[[torch.Tensor], Any]]:
@@ -259,8 +273,8 @@ def gradient_hooks(tensor: torch.Tensor) -> Iterable[Callable[[torch.Tensor], An
 
 
 def has_gradient_hooks(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has hooks of either kind."""
-    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+    """Whether a tensor has users' hooks of either kind."""
+    return bool(tensor._backward_hooks or post_accumulate_grad_hooks(tensor))
 
 
 current_backward: Callable[[], int] = torch._C._current_graph_task_id

@@ -20,6 +20,7 @@ autograd saved in forward is valid again in backward, and no write bumps the ver
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -68,6 +69,7 @@ from shardkit.core.torch_compat import (
     like_dtensor,
     local_of,
     post_accumulate_grad_hooks,
+    put_engine_hook,
     replace_local,
     take_meaning,
 )
@@ -101,6 +103,20 @@ def fqn_of(parameter: torch.Tensor) -> str:
     """The FQN of a parameter of ours, for messages; '?' for any other tensor."""
     param = sharded_counterpart(parameter)
     return "?" if param is None else param.fqn
+
+
+def _warn_of_direct(sharded: torch.Tensor) -> None:
+    """A hook of sharded parameters, which autograd reaches only if the user has computed with one.
+
+    A penalty on the weights does so rightly: its gradient is the same on all ranks.
+    """
+    warnings.warn(
+        f"backward reached the sharded parameter '{fqn_of(sharded)}' itself, which was used outside its module's "
+        "forward, as by full_tensor(): its gradient there is that of this rank's loss alone, and right only if the "
+        "loss is the same on all ranks, as a penalty on the weights is. Otherwise use the parameter in forward, or in "
+        "a method of register_fsdp_forward_method",
+        stacklevel=2,
+    )
 
 
 @answers_stock_names("param")
@@ -227,8 +243,14 @@ class FSDPParam:
         elif self.aliased:
             unsharded.data = local.view(self.shape)
             self.unsharded_storage = unsharded.untyped_storage()
+        self.watch_direct_gradients()
         if self.accumulated is not None and self.accumulated.dtype != (dtype := self.sums_dtype or self.dtype):
             self.accumulated = self.accumulated.to(dtype)  # the dtype of later gradients
+
+    def watch_direct_gradients(self) -> None:
+        """Makes a backward warn that reaches the sharded parameter itself: no other rank's gradient is added."""
+        if self.mesh.size > 1 and self.sharded_param.requires_grad:
+            put_engine_hook(self.sharded_param, _warn_of_direct)
 
     def _check_shape(self, local: torch.Tensor) -> None:
         if tuple(local.shape) != tuple(self.local_shape):

@@ -72,17 +72,19 @@ class PlacedTensor(DTensor):
             return [torch.linalg.vector_norm(one, order, dtype=kwargs.get("dtype")) for one in args[0]]
         if name == _UNSCALE:
             return _unscale(func, args[0], *args[1:])
+        if name == "view" and tuple(args[1]) == tuple(args[0].shape):  # how torch finds a tensor's node in the graph
+            return like_dtensor(local_of(args[0]), args[0])
         if name in _NEW:
             return _new(func, *args, **kwargs)
         if name in _REDUCING:
             raise _refusal(func, _first(args))
         if name in _IN_PLACE or name.startswith(_ON_LISTS) or torch.Tag.pointwise in func.tags:
             return _elementwise(func, args, kwargs)
-        raise _refusal(func, _first(args))
+        raise _refusal(func, _first((*args, *kwargs.values())))
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """The whole tensor, plain, on every rank of the mesh. Collective; carries no gradient."""
-        return self._gathered().full_tensor()
+        """The whole tensor, plain, on every rank of the mesh. Collective. Its gradient goes to this rank's part."""
+        return _Whole.apply(self)  # type: ignore[no-any-return, no-untyped-call]
 
     def redistribute(
         self,
@@ -176,6 +178,20 @@ class PlacedTensor(DTensor):
         )
 
 
+class _Whole(torch.autograd.Function):
+    """`PlacedTensor.full_tensor`."""
+
+    @staticmethod
+    def forward(ctx: Any, placed: PlacedTensor) -> torch.Tensor:
+        ctx.placed = placed
+        return placed._gathered().full_tensor()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        part = region_of("a gradient", ctx.placed).take(gradient).view(local_of(ctx.placed).shape)
+        return like_dtensor(part.clone(), ctx.placed)
+
+
 def _first(args: Sequence[Any]) -> PlacedTensor:
     for one in args:
         for tensor in one if isinstance(one, list | tuple) else (one,):
@@ -194,8 +210,8 @@ def _alike(one: Any, other: Any) -> bool:
 def _refusal(func: Any, tensor: PlacedTensor, because: str = "is not known to act on each element by itself") -> Any:
     return NotImplementedError(
         f"{func} {because}, and was called with {tensor._described()}. Use full_tensor() (collective), or to_local() "
-        "for this rank's part; clip with shardkit.core.clip_grad_norm_. An optimizer that needs whole matrices "
-        "takes parameters on Owned()"
+        "for this rank's part; clip with shardkit.core.clip_grad_norm_; initialise with shardkit.core.materialize, or "
+        "before fully_shard. An optimizer that needs whole matrices takes parameters on Owned()"
     )
 
 

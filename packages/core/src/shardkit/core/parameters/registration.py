@@ -49,6 +49,7 @@ def register_unsharded(params: Iterable[FSDPParam]) -> None:
         param.required_grad = sharded.requires_grad
         if unsharded.requires_grad is not param.required_grad:
             unsharded.requires_grad_(param.required_grad)
+            param.watch_direct_gradients()
         for slot in param.slots:
             if (module := slot.module()) is None:
                 continue
