@@ -194,6 +194,31 @@ class _PreciseWeight(torch.autograd.Function):
         return gradient @ weight, gradient.float().T @ x.float()
 
 
+class _Then(nn.Module):
+    """Its weight's gradient comes in bfloat16, or in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 1, dtype=BFLOAT16))
+        self.weight.grad_dtype = None
+
+    def forward(self, x: Tensor, precise: bool) -> Tensor:
+        return _PreciseWeight.apply(x, self.weight) if precise else x @ self.weight.T
+
+
+def wider_later(rank: int, world_size: int) -> None:
+    """256 + 1 is 256 in bfloat16; sums of replicas wait for their all-reduce."""
+    model = shardkit.fully_shard(_Then(), mesh=rank_mesh((2, 1), ("replicate", "shard")))
+    for last, value in enumerate((256.0, 1.0, 1.0)):
+        model.set_requires_all_reduce(last == 2)
+        model(torch.full((1, 1), value, dtype=BFLOAT16), precise=value == 1).sum().backward()
+    assert model.weight.grad.to_local().tolist() == [[258.0], [258.0]]
+
+
+def test_a_wider_gradient_than_the_sum_that_waits_for_its_all_reduce() -> None:
+    run_ranks(2, wider_later)
+
+
 class _Branching(nn.Module):
     def __init__(self) -> None:
         super().__init__()
