@@ -196,7 +196,8 @@ def state_to_load(
     if "param_groups" in outline:
         loadable["param_groups"] = [_group_to_load(names, keys, one) for one in outline["param_groups"]]
         if optimizer is not None:
-            _check_same_groups(optimizer, loadable["param_groups"], {key: fqn for fqn, key in keys.items()})
+            fqn_of = {key: fqn for fqn, key in keys.items()}
+            _check_same_groups(optimizer, loadable["param_groups"], fqn_of, names)
     return loadable
 
 
@@ -212,14 +213,20 @@ def _in_order_of_model(names: ParameterNames, state: State) -> list[str]:
     return sorted(state, key=lambda fqn: place[names.by_fqn[fqn].fqn] if fqn in names.by_fqn else len(place))
 
 
-def _check_same_groups(optimizer: torch.optim.Optimizer, groups: list[State], fqn_of: Mapping[int | str, str]) -> None:
-    """Checks that groups agree: `Optimizer.load_state_dict` goes by position, and would mix up parameters."""
+def _check_same_groups(
+    optimizer: torch.optim.Optimizer, groups: list[State], fqn_of: Mapping[int | str, str], names: ParameterNames
+) -> None:
+    """Checks that groups agree: `Optimizer.load_state_dict` goes by position, and would mix up parameters.
+
+    Those that no FSDP module manages may be lacking: their user loads them, as in stock.
+    """
     first = 0
     for index, (own, loaded) in enumerate(zip(optimizer.param_groups, groups, strict=False)):
         size = len(own["params"])
         expected = {fqn for key, fqn in list(fqn_of.items())[first : first + size]}
         seen = {fqn_of[key] for key in loaded["params"]}
         first += size
+        expected = {fqn for fqn in expected if fqn in seen or names.by_fqn[fqn].unit is not None}
         if seen != expected:
             raise ValueError(
                 f"parameter group {index} of the optimizer state dict has {sorted(seen - expected)}, which the "
