@@ -85,3 +85,24 @@ def test_links_that_lead_nowhere_are_found(tmp_path: Path):
         f"{generated} is generated; say in its line that it is on the site",
         "image.png is not in the repository",
     ]
+
+
+_NAMED_TEST = re.compile(r"(tests/[\w/]+\.py)(?:::(\w+))?")
+
+
+def missing_tests(text: str) -> Iterator[str]:
+    """Files of tests, and tests in them, that a page or a comment names."""
+    for path, name in _NAMED_TEST.findall(text):
+        file = ROOT / path
+        if not file.is_file() or (name and not re.search(rf"^def {name}\(", file.read_text(), re.MULTILINE)):
+            yield f"{path}::{name}" if name else path
+
+
+def test_named_tests_are_there():
+    found = {page: [*missing_tests(page.read_text())] for page in (*ALL, *ROOT.glob("packages/*/src/**/*.py"))}
+    assert {str(page): names for page, names in found.items() if names} == {}
+
+
+def test_a_named_test_that_is_not_there_is_found():
+    text = "tests/docs/test_links.py::test_named_tests_are_there, tests/docs/test_links.py::test_made_up, tests/gone.py"
+    assert [*missing_tests(text)] == ["tests/docs/test_links.py::test_made_up", "tests/gone.py"]

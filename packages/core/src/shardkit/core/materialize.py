@@ -54,6 +54,9 @@ def materialize(
             replaces a parameter by one of another shape, or draws random values for a sharded tensor that it did not
             get from its module.
     """
+    # These promises are tested by
+    # tests/core/api/test_materialize.py::test_every_initialiser_gives_the_values_of_one_process
+    # tests/core/api/test_materialize.py::test_models_of_transformers_get_the_values_of_one_process
     slots = list(_meta_slots(module))
     if not slots:
         return
