@@ -198,6 +198,8 @@ def _reduce(
         waits = bool(over) and not settings.all_reduce_grads
         for param, view in zip(params, views, strict=True) if mesh.replicate_axes else ():
             if param.partial is not None and waits:
+                if param.partial.dtype != torch.promote_types(param.partial.dtype, view.dtype):
+                    param.partial = param.partial.to(view.dtype)  # grad_dtype=None, and a wider gradient than before
                 param.partial.add_(view)
             elif waits:
                 param.partial = view
