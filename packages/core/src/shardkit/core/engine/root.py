@@ -130,9 +130,10 @@ def _warn_of_smaller_meshes(groups: list[FSDPParamGroup]) -> None:
 
     Which number is right depends on the model: whether the ranks that hold other experts have batches of their own.
     """
-    meshes = {id(group.mesh.mesh): group.mesh.mesh for group in groups}
-    if len(meshes) < 2:
+    others = [group for group in groups if group.mesh.mesh is not groups[0].mesh.mesh]
+    if not others:
         return
+    meshes = {id(group.mesh.mesh): group.mesh.mesh for group in groups}
     ranks = {key: frozenset(mesh.mesh.flatten().tolist()) for key, mesh in meshes.items()}
     widest = max(ranks.values(), key=len)
     for group in groups:
@@ -223,21 +224,24 @@ def _check_agreement(
         if group.mesh.shard_size > 1:
             shard_groups.add(process_groups[0])
         place = "in the root's group" if group in root.groups else f"in the group that begins with '{first}'"
-        for param in group.params:
-            entry = (
+        entries = [
+            (
                 param.fqn if same_names else "",
                 tuple(param.shape),
                 str(param.orig_dtype),
                 f"on {param.placement}" if is_ours(param.placement) else f"sharded on dim {param.layout.dim}",
                 param.sharded_param.requires_grad,
                 place if same_names else "",
+                0,
             )
+            for param in group.params
+        ]
+        for process_group in process_groups:
+            described[process_group] += entries
+        for param, entry in zip(group.params, entries, strict=True) if values else ():
             number, copies = values.get(param, (0, ()))
-            for process_group in process_groups:
-                described[process_group].append((*entry, number if process_group in copies else 0))
-            for process_group in copies:  # those of tensor parallelism
-                if process_group not in process_groups:
-                    described[process_group].append((*entry, number))
+            for process_group in copies:
+                described[process_group].append((*entry[:-1], number))
     for fqn, buffer, mesh in () if closely is None else buffers_of_ranks(closely):
         (number,) = numbers_of([buffer], whole=True)
         for process_group in mesh.groups:
@@ -270,16 +274,14 @@ def _values_of_copies(
     """For parameters that other ranks hold copies of: a number for this rank's part, and the groups of these ranks."""
     copied: dict[FSDPParam, list[dist.ProcessGroup]] = {}
     parts: list[torch.Tensor] = []
-    for param in (param for group in groups for param in group.params):
-        if param.subclass is not None or not (param.mesh.replicate_axes or param.form.sums_elsewhere):
-            continue
-        copies = groups_of_copies(param.sharded_param)
-        if not copies or dist.get_backend(copies[0]) == "fake":
-            continue
-        local = local_of(param.sharded_param)
-        if not local.is_meta:
+    params = [param for group in groups for param in group.params]
+    for param in [one for one in params if one.mesh.replicate_axes or one.form.sums_elsewhere]:
+        copies, local = groups_of_copies(param.sharded_param), local_of(param.sharded_param)
+        if copies and dist.get_backend(copies[0]) != "fake" and param.subclass is None and not local.is_meta:
             copied[param] = copies
             parts.append(local)
+    if not copied:
+        return {}
     numbers = numbers_of(parts, whole=whole)
     return {param: (number, copies) for (param, copies), number in zip(copied.items(), numbers, strict=True)}
 
