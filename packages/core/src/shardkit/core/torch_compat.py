@@ -250,12 +250,12 @@ def joined_mesh(replicate: DeviceMesh, shard: DeviceMesh) -> DeviceMesh:
 def post_accumulate_grad_hooks(parameter: torch.Tensor) -> Iterable[Callable[[torch.Tensor], None]]:
     """The hooks that users' calls of `register_post_accumulate_grad_hook` put on a parameter."""
     hooks = parameter._post_accumulate_grad_hooks
-    return [hook for hook in hooks.values() if hook not in _of_engine] if hooks else ()
+    return [hook for hook in hooks.values() if not hasattr(hook, _OF_ENGINE)] if hooks else ()
 
 
 def put_engine_hook(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
     """Puts a hook on a parameter, once, that autograd runs when it accumulates there, and that counts as no user's."""
-    _of_engine.add(hook)
+    setattr(hook, _OF_ENGINE, True)
     hooks = parameter._post_accumulate_grad_hooks
     if hook not in (hooks or {}).values():
         parameter.register_post_accumulate_grad_hook(hook)
@@ -263,7 +263,7 @@ def put_engine_hook(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None
         parameter._post_accumulate_grad_hooks = hooks  # autograd has lost them where `module.to()` has swapped contents
 
 
-_of_engine: set[Callable[[torch.Tensor], None]] = set()
+_OF_ENGINE = "_shardkit_engine"  # on a function; the objects that users put as hooks may not be hashable
 
 
 def gradient_hooks(tensor: torch.Tensor) -> Iterable[Callable[[torch.Tensor], Any]]:
