@@ -7,6 +7,7 @@ import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
@@ -130,20 +131,18 @@ def _warn_of_smaller_meshes(groups: list[FSDPParamGroup]) -> None:
 
     Which number is right depends on the model: whether the ranks that hold other experts have batches of their own.
     """
-    others = [group for group in groups if group.mesh.mesh is not groups[0].mesh.mesh]
-    if not others:
+    if not groups:
         return
-    meshes = {id(group.mesh.mesh): group.mesh.mesh for group in groups}
-    ranks = {key: frozenset(mesh.mesh.flatten().tolist()) for key, mesh in meshes.items()}
-    widest = max(ranks.values(), key=len)
+    widest = max([group.mesh for group in groups], key=attrgetter("size"))
     for group in groups:
-        few = ranks[id(group.mesh.mesh)]
-        trained = any(param.sharded_param.requires_grad for param in group.params)
-        if few < widest and trained and group.settings.gradient_divide_factor is None:
+        if group.mesh.size == widest.size or group.settings.gradient_divide_factor is not None:  # sizes are cached
+            continue
+        few, many = (frozenset(mesh.mesh.mesh.flatten().tolist()) for mesh in (group.mesh, widest))
+        if few < many and any(param.sharded_param.requires_grad for param in group.params):
             warnings.warn(
-                f"the parameters of '{group.label}' lie on {len(few)} ranks, and others on {len(widest)} with these "
+                f"the parameters of '{group.label}' lie on {len(few)} ranks, and others on {len(many)} with these "
                 f"among them: their gradients are divided by {len(few)}. If they are experts that get tokens from "
-                f"batches of all {len(widest)} ranks, call set_gradient_divide_factor({len(widest)}) on their module; "
+                f"batches of all {len(many)} ranks, call set_gradient_divide_factor({len(many)}) on their module; "
                 f"if {len(few)} is right, call it with that",
                 stacklevel=2,
             )
