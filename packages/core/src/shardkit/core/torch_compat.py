@@ -274,7 +274,10 @@ def gradient_hooks(tensor: torch.Tensor) -> Iterable[Callable[[torch.Tensor], An
 
 def has_gradient_hooks(tensor: torch.Tensor) -> bool:
     """Whether a tensor has users' hooks of either kind."""
-    return bool(tensor._backward_hooks or post_accumulate_grad_hooks(tensor))
+    if tensor._backward_hooks:
+        return True
+    hooks = tensor._post_accumulate_grad_hooks
+    return bool(hooks) and not all(hasattr(hook, _OF_ENGINE) for hook in hooks.values())
 
 
 current_backward: Callable[[], int] = torch._C._current_graph_task_id

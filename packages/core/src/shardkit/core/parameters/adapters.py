@@ -184,10 +184,11 @@ def form_of(
     """
     dim: int | None = getattr(placement, "dim", None)
     if not isinstance(parameter, DTensor):
-        model_axes = mesh.whole is not None and len(mesh.named) < mesh.whole.ndim
-        if model_axes and not is_ours(placement) and annotations_of(parameter) and (adapter := _dtensor_adapter()):
-            return adapter.annotated_form(parameter, fqn, mesh, dim, holders)
-        check_annotations(parameter, fqn, mesh)
+        if annotated := annotations_of(parameter):
+            model_axes = mesh.whole is not None and len(mesh.named) < mesh.whole.ndim
+            if model_axes and not is_ours(placement) and (adapter := _dtensor_adapter()):
+                return adapter.annotated_form(parameter, fqn, mesh, dim, holders)
+            check_annotations(annotated, fqn, mesh)
         kind = PlacedTensor if is_ours(placement) else DTensor
         return _PlainForm(parameter.shape, mesh.mesh, mesh.placements(placement), kind)
     adapter = _dtensor_adapter()

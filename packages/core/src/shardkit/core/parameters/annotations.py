@@ -25,15 +25,12 @@ def annotations_of(parameter: torch.Tensor) -> dict[Any, Any]:
     return {} if spmd is None or isinstance(parameter, DTensor) else spmd.get_local_type(parameter)
 
 
-def check_annotations(parameter: torch.Tensor, fqn: str, mesh: DataParallelMesh) -> None:
-    """Raises unless the local tensor of an annotated parameter may be treated as the whole parameter.
+def check_annotations(annotated: dict[Any, Any], fqn: str, mesh: DataParallelMesh) -> None:
+    """Raises unless the local tensor of a parameter with these annotations may be treated as the whole parameter.
 
     Raises:
         NotImplementedError: with FQN, axis and annotation.
     """
-    annotated = annotations_of(parameter)
-    if not annotated:
-        return
     spmd: Any = sys.modules["spmd_types"]
     axes = [spmd.MeshAxis.of(group) for group in mesh.groups]
     for axis, kind in annotated.items():

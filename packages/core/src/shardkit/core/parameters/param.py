@@ -174,6 +174,7 @@ class FSDPParam:
         _sharded[id(self.sharded_param)] = self
         self.flats: list[torch.Tensor] = []
         self.targets: list[torch.Tensor] = []
+        self._inner_bytes = 0  # of a tensor subclass, besides the flats
         self.unsharded_param: nn.Parameter | None = None
         self.unsharded_storage: torch.UntypedStorage | None = None  # that it was made over; None for a DTensor
         self.accumulated: torch.Tensor | None = None
@@ -236,13 +237,14 @@ class FSDPParam:
             and local.device == self.device
             and local.is_contiguous()
         )
-        self.free()
-        unsharded, kept = self.unsharded_param, before == self._unsharded_kind and self.subclass is None
-        if unsharded is None or not kept or (self.aliased and isinstance(unsharded, DTensor)):
-            self._drop_unsharded()
-        elif self.aliased:
-            unsharded.data = local.view(self.shape)
-            self.unsharded_storage = unsharded.untyped_storage()
+        if self.flats or self.unsharded_param is not None:
+            self.free()
+            unsharded, kept = self.unsharded_param, before == self._unsharded_kind and self.subclass is None
+            if unsharded is None or not kept or (self.aliased and isinstance(unsharded, DTensor)):
+                self._drop_unsharded()
+            elif self.aliased:
+                unsharded.data = local.view(self.shape)
+                self.unsharded_storage = unsharded.untyped_storage()
         self.watch_direct_gradients()
         if self.accumulated is not None and self.accumulated.dtype != (dtype := self.sums_dtype or self.dtype):
             self.accumulated = self.accumulated.to(dtype)  # the dtype of later gradients
