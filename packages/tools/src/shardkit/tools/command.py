@@ -334,7 +334,7 @@ def doctor(**options: Any) -> int:
     short_help="Runs a training command and names the rank it hangs on.",
 )
 @click.option(
-    "--seconds", type=click.FloatRange(min=0, min_open=True), default=60.0, help="limit of a wait (default 60)"
+    "--seconds", type=click.FloatRange(0, 1e6, min_open=True), default=60.0, help="limit of a wait (default 60)"
 )
 def watch(seconds: float, command: tuple[str, ...], **options: bool) -> int:
     """Runs a training COMMAND as `shardkit run` does, and says who is missing when a collective waits too long.
