@@ -12,6 +12,7 @@ import cProfile
 import pstats
 import statistics
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -19,9 +20,28 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.bench_profiler import training_step
 from benchmarks.pairs import compared, on_ranks, rounds, timed_block
+from benchmarks.side_by_side.networks import GPT
+from shardkit.core import fully_shard
 from shardkit.tools import profile
+
+
+def training_step(ranks: int) -> tuple[GPT, torch.optim.Optimizer, Callable[[], None]]:
+    """A GPT of 11 M parameters sharded over `ranks`, its optimizer, and a function that runs one step."""
+    torch.manual_seed(0)
+    model = GPT(vocabulary=256, context=128, width=384, heads=6, hidden=[1536] * 6)
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    tokens = torch.randint(256, (4 // ranks, 128))
+
+    def step() -> None:
+        model(tokens, tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return model, optimizer, step
 
 
 def steps_in_turn(rank: int, ranks: int, seconds: float, activations: bool) -> dict:
