@@ -35,7 +35,6 @@ LAYERS: list[set[str]] = [
         "checkpoint",
         "clip",
         "first_step",
-        "initialisation",
         "materialize",
         "optimizers",
         "replicas",

@@ -9,7 +9,6 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from shardkit.core import Blocks, CPUOffloadPolicy, Owned, fully_shard
-from shardkit.core.initialisation import InitialisationWatch
 from shardkit.core.materialize import materialize
 from tests.support import on_ranks, rank_mesh, run_ranks
 
@@ -204,7 +203,7 @@ class Reshapes(Keeps):
 @on_ranks(2)
 def test_initialisers_that_cannot_be_right_are_refused(rank, world_size):
     for kind, message in (
-        (Keeps, r"normal_ on a sharded tensor of shape \(6, 4\)"),
+        (Keeps, r"weight: parameter of shape \(6, 4\); reset_parameters\(\) of FSDPKeeps did not write all of it"),
         (Reshapes, r"'weight' of FSDPReshapes \(2, 2\); expected \(6, 4\)"),
     ):
         with torch.device("meta"):
@@ -327,39 +326,54 @@ def test_plain_model_without_process_group():
     assert torch.equal(model[1].running_var, torch.ones(3))
 
 
+class Written(nn.Module):
+    """One tensor, which `write` initialises."""
+
+    def __init__(self, dtype, write):
+        super().__init__()
+        self.write = write
+        self.register_buffer("values", torch.empty(4, 3, dtype=dtype))
+
+    def reset_parameters(self):
+        self.write(self.values)
+
+
 @pytest.mark.parametrize(
-    ("write", "complete"),
+    ("dtype", "write", "complete"),
     [
-        (lambda t: t.normal_(), True),
-        (lambda t: t.data.zero_(), True),
-        (lambda t: t.view(-1).fill_(1), True),
-        (lambda t: t.t().copy_(torch.ones(3, 4)), True),
-        (lambda t: torch.ones(4, 3, out=t), True),
-        (lambda t: torch._foreach_zero_([t]), True),
-        (lambda t: t.view(torch.uint8).fill_(0), True),
-        (lambda t: [t[row].zero_() for row in range(4)], True),
-        (lambda t: [t[row].zero_() for row in range(3)], False),
-        (lambda t: t[:0].zero_(), False),
-        (lambda t: t.mul_(0), False),
-        (lambda t: t.masked_fill_(torch.ones(4, 3, dtype=torch.bool), 0), False),
-        (lambda t: t.clone().zero_(), False),
-        (lambda t: None, False),
+        (torch.float32, lambda t: t.data.zero_(), True),
+        (torch.bfloat16, lambda t: t.t().copy_(torch.ones(3, 4)), True),
+        (torch.float32, lambda t: torch.ones(4, 3, out=t), True),
+        (torch.float32, lambda t: t.view(torch.uint8).fill_(0), True),
+        (torch.complex64, lambda t: [t[row].zero_() for row in range(4)], True),
+        (torch.float32, lambda t: t.fill_(-float("inf")), True),
+        (torch.int64, lambda t: t.fill_(torch.iinfo(torch.int64).max), True),
+        (torch.bool, lambda t: t.fill_(True), True),
+        (torch.complex64, lambda t: [t[row].zero_() for row in range(3)], False),
+        (torch.int16, lambda t: t[:, 1:].fill_(1), False),
+        (torch.int64, lambda t: t.clamp_(min=0), False),
+        (torch.float32, lambda t: t.mul_(0), False),
+        (torch.float32, lambda t: t.clone().zero_(), False),
     ],
 )
-def test_what_counts_as_initialised(write, complete):
-    tensor = torch.empty(4, 3)
-    with InitialisationWatch(iter([tensor])) as watch:
-        write(tensor)
-    assert watch.is_initialised(tensor) == complete
+def test_what_counts_as_initialised(dtype, write, complete):
+    with torch.device("meta"):
+        model = Written(dtype, write)
+    if complete:
+        materialize(model, device="cpu")
+    else:
+        with pytest.raises(
+            RuntimeError, match=r"values: buffer of shape \(4, 3\); reset_parameters\(\) of Written did not"
+        ):
+            materialize(model, device="cpu")
 
 
-def test_two_tensors_in_one_storage():
-    storage = torch.empty(10)
-    first, second = storage[:6], storage[6:]
-    with InitialisationWatch(iter([first, second])) as watch:
-        first.zero_()
-    assert watch.is_initialised(first)
-    assert not watch.is_initialised(second)
+def test_bytes_without_an_initialiser_are_refused():
+    with torch.device("meta"):
+        model = nn.Module()
+        model.register_buffer("mask", torch.ones(3, dtype=torch.bool))
+    with pytest.raises(RuntimeError, match=r"mask: buffer of shape \(3,\); Module has no reset_parameters\(\)"):
+        materialize(model, device="cpu")
 
 
 def shard_last_dim(parameter):

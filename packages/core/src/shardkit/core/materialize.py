@@ -1,7 +1,14 @@
-"""`materialize`: memory and initial values for a model that was built on the meta device and then sharded."""
+"""`materialize`: memory and initial values for a model that was built on the meta device and then sharded.
+
+Note [Marked memory]
+Fresh memory is filled with NaN, or in whole numbers of two and more bytes with one that no model uses. An element that
+still has the mark when its initialiser has run was not written. Numbers of one byte have none to spare: they are zeros,
+and count as written if the module has an initialiser.
+"""
 
 from __future__ import annotations
 
+import math
 from collections import UserDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,7 +20,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardkit.core.engine.step import state_of
-from shardkit.core.initialisation import InitialisationWatch
 from shardkit.core.parameters.adapters import user_attributes
 from shardkit.core.parameters.region import region_of
 from shardkit.core.torch_compat import apply_to_tensors, like_dtensor, local_of
@@ -32,8 +38,8 @@ def materialize(
     Each submodule that owns a tensor on the meta device has its `reset_parameters()` called, or `_reset_parameters()`,
     the name in `nn.MultiheadAttention`. Submodules come before the module that holds them, in order of registration. A
     tensor that was not fully overwritten is an error; these are often non-persistent buffers, which no checkpoint
-    restores. Tensors that are not on the meta device stay unchanged, unless the `reset_parameters()` of their submodule
-    writes to them.
+    restores. Of numbers of one byte, such as bool, only a missing initialiser is noticed: they begin as zeros. Tensors
+    that are not on the meta device stay unchanged, unless the `reset_parameters()` of their submodule writes to them.
 
     An initialiser sees whole plain tensors, as before sharding: each parameter is allocated, or gathered, when it is
     first read, and this rank keeps its part when the initialiser returns. So the values equal, bit for bit, those of
@@ -50,9 +56,9 @@ def materialize(
         init: called with each such submodule in place of its `reset_parameters()`; its parameters are whole.
 
     Raises:
-        RuntimeError: if parameters or buffers were left uninitialised; the message has their FQNs. If an initialiser
-            replaces a parameter by one of another shape, or draws random values for a sharded tensor that it did not
-            get from its module.
+        RuntimeError: if parameters or buffers were left uninitialised, also where an initialiser wrote to a sharded
+            tensor that it did not get from its module; the message has their FQNs. If an initialiser replaces a
+            parameter by one of another shape.
     """
     # These promises are tested by
     # tests/core/api/test_materialize.py::test_every_initialiser_gives_the_values_of_one_process
@@ -62,14 +68,17 @@ def materialize(
         return
     owners = {id(slot.owner) for slot in slots}
     allocate(module, lambda tensor: tensor.is_meta, device)
-    with torch.no_grad(), InitialisationWatch(slot.tensor() for slot in slots) as watch:
-        whole = _WholeTensors(watch)
+    tensors = {id(tensor): tensor for tensor in (slot.tensor() for slot in slots)}
+    with torch.no_grad():
+        for tensor in tensors.values():
+            if not isinstance(tensor, DTensor):
+                _mark(tensor)
+        whole = _WholeTensors({key for key, tensor in tensors.items() if isinstance(tensor, DTensor)})
         for submodule in _bottom_up(module, set()):
             if id(submodule) in owners and (initialise := init or _initialiser_of(submodule)) is not None:
                 with whole.inside(submodule):
                     initialise(submodule)
-    left = [slot for slot in slots if slot.tensor().is_meta or not watch.is_initialised(slot.tensor())]
-    if left:
+    if left := [slot for slot in slots if whole.is_left(slot.tensor()) or _lacks_initialiser(slot, init)]:
         raise RuntimeError(_report(left, init))
 
 
@@ -156,8 +165,8 @@ def _bottom_up(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
 class _WholeTensors:
     """Shows initialisers whole plain tensors in place of sharded ones, and cuts them afterwards."""
 
-    def __init__(self, watch: InitialisationWatch) -> None:
-        self._watch = watch
+    def __init__(self, unwritten: set[int]) -> None:
+        self._unwritten = unwritten  # sharded tensors, by id
         self._whole: dict[int, torch.Tensor] = {}  # of the tensors that the running initialiser has read, by id
 
     @contextmanager
@@ -187,26 +196,48 @@ class _WholeTensors:
             return parameter
         if (whole := self._whole.get(id(parameter))) is None:
             local = local_of(parameter).detach()
-            if fresh := not self._watch.is_initialised(parameter):
-                values = torch.empty(parameter.shape, dtype=local.dtype, device=local.device)
+            if id(parameter) in self._unwritten:
+                values = _mark(torch.empty(parameter.shape, dtype=local.dtype, device=local.device))
             else:
                 there = local.to(parameter.device_mesh.device_type)
                 values = like_dtensor(there, parameter).full_tensor().to(local.device)
             whole = self._whole[id(parameter)] = nn.Parameter(values, parameter.requires_grad)
             whole.__dict__.update(user_attributes(parameter))
-            if fresh:
-                self._watch.add(whole)
         return whole
 
     def _cut(self, name: str, sharded: DTensor, whole: torch.Tensor) -> None:
         if whole.shape != sharded.shape:
             raise RuntimeError(f"an initialiser made {name} {tuple(whole.shape)}; expected {tuple(sharded.shape)}")
-        if self._watch.is_initialised(whole) and not whole.is_meta:
-            self._watch.close(sharded)
+        if not self.is_left(whole):
+            self._unwritten.discard(id(sharded))
             if (part := region_of(name, sharded).take(whole)).numel():
                 local_of(sharded).copy_(part)
             sharded.__dict__.update(user_attributes(whole))
-        self._watch.drop(whole)
+
+    def is_left(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor has elements that no initialiser has written."""
+        if isinstance(tensor, DTensor):
+            return tensor.is_meta or id(tensor) in self._unwritten
+        mark = _mark_for(tensor.dtype)
+        if tensor.is_meta or mark is None:
+            return tensor.is_meta
+        return bool((tensor.isnan() if math.isnan(mark) else tensor == mark).any())
+
+
+def _mark_for(dtype: torch.dtype) -> float | None:
+    """See Note [Marked memory]."""
+    if dtype.itemsize == 1:
+        return None
+    return math.nan if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).max - 1234
+
+
+def _mark(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.fill_(_mark_for(tensor.dtype) or 0)
+
+
+def _lacks_initialiser(slot: _Slot, init: Callable[[nn.Module], object] | None) -> bool:
+    """Whether nothing can have written a tensor without a mark."""
+    return init is None and _mark_for(slot.tensor().dtype) is None and _initialiser_of(slot.owner) is None
 
 
 class _Shown(UserDict[str, nn.Parameter | None]):
