@@ -46,7 +46,7 @@ from shardkit.core.policies import CompressionPolicy, MixedPrecisionPolicy
 from shardkit.core.runtime.choice import Transports
 from shardkit.core.runtime.lanes import Ticket
 from shardkit.core.runtime.plan import ReducePlan
-from shardkit.core.stock_names import answers_stock_names
+from shardkit.core.stock_names import GROUP_NAMES, answers_stock_names
 from shardkit.core.torch_compat import current_backward, outside_transforms, set_grad_enabled, versions_of
 
 __all__ = ["FSDPParamGroup", "GroupUser", "Phase", "Residence"]
@@ -130,7 +130,7 @@ def _ungraphed(method: _F) -> _F:
     return cast(_F, run)
 
 
-@answers_stock_names("group")
+@answers_stock_names(GROUP_NAMES)
 class FSDPParamGroup:
     """Parameters of one `fully_shard` call that share a mesh.
 

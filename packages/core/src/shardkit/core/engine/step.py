@@ -47,7 +47,7 @@ from shardkit.core.optimizer_steps.plain_steps import restore_interrupted_steps
 from shardkit.core.parameters.managed import STATE
 from shardkit.core.parameters.param import param_over
 from shardkit.core.policies import MixedPrecisionPolicy
-from shardkit.core.stock_names import answers_stock_names
+from shardkit.core.stock_names import STATE_NAMES, answers_stock_names
 from shardkit.core.tensors import (
     cast_floating,
     keeps_tensors,
@@ -83,7 +83,7 @@ def state_of(module: nn.Module) -> FSDPState | None:
     return state
 
 
-@answers_stock_names("state")
+@answers_stock_names(STATE_NAMES)
 class FSDPState:
     """The state of the modules of one call.
 

@@ -62,7 +62,7 @@ from shardkit.core.runtime.storage import (
     outside_inference,
     raw_view,
 )
-from shardkit.core.stock_names import answers_stock_names
+from shardkit.core.stock_names import PARAM_NAMES, answers_stock_names
 from shardkit.core.torch_compat import (
     has_gradient_hooks,
     lies_like,
@@ -119,7 +119,7 @@ def _warn_of_direct(sharded: torch.Tensor) -> None:
     )
 
 
-@answers_stock_names("param")
+@answers_stock_names(PARAM_NAMES)
 class FSDPParam:
     """One parameter of a group, sharded on one dim over the shard axis of a data-parallel mesh.
 
