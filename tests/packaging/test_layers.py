@@ -13,7 +13,6 @@ CORE = "shardkit.core"
 # From the ground up: folders, and files beside them. A module may import from its own layer and from those before it.
 LAYERS: list[set[str]] = [
     {
-        "coverage",
         "digests",
         "events",
         "mesh",

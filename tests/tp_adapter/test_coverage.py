@@ -9,7 +9,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from shardkit.core.coverage import coverage_problem
+from shardkit.core.checkpoint.coverage import coverage_problem
 from shardkit.core.parameters.region import Region
 from shardkit.tp_adapter import CheckedLoadPlanner
 from shardkit.tp_adapter.boxes import Boxes

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from shardkit.core.coverage import coverage_problem
+from shardkit.core.checkpoint.coverage import coverage_problem
 from shardkit.core.parameters.region import Region
 from shardkit.tp_adapter import SubBlocks
 from shardkit.tp_adapter.logical import logical_part

@@ -6,7 +6,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan
 
-from shardkit.core.coverage import coverage_problem
+from shardkit.core.checkpoint.coverage import coverage_problem
 from shardkit.tp_adapter.logical_tensor import LogicalTensor
 
 __all__ = ["CheckedLoadPlanner"]

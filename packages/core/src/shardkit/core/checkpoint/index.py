@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
+from shardkit.core.checkpoint.coverage import coverage_problem
 from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError, damage_of
 from shardkit.core.checkpoint.leaves import LeafPath, LeftOut, decode_path, encode_path, name_of
-from shardkit.core.coverage import coverage_problem
 
 BLOCK_BYTES = 2**20
 """Checksum block size; verifying one byte reads its whole block."""

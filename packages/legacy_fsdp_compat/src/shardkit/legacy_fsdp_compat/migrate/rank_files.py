@@ -20,6 +20,7 @@ from typing import Any, TypeGuard
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
+from shardkit.core.checkpoint.coverage import coverage_problem
 from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError, damage_of
 from shardkit.core.checkpoint.leaves import LeafPath, LeftOut, name_of
 from shardkit.core.checkpoint.stored import (
@@ -33,7 +34,6 @@ from shardkit.core.checkpoint.stored import (
     whole,
 )
 from shardkit.core.checkpoint.torch_files import load_torch_file
-from shardkit.core.coverage import coverage_problem
 from shardkit.core.parameters.region import regions_of_mesh
 from shardkit.core.torch_compat import local_of
 from shardkit.legacy_fsdp_compat.torch_compat import ranks_of_mesh
