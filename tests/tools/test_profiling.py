@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
 from shardkit.core import CompressionPolicy, events, fully_shard
 from shardkit.core.events import StorageKind
-from shardkit.core.runtime.custom import PlainAllGather, PlainReduceScatter
 from shardkit.tools.doctor import diagnose
 from shardkit.tools.profiling import Profile, profile
 from shardkit.tools.profiling.memory import _OF_KIND
@@ -159,8 +159,8 @@ def test_misses_are_counted() -> None:
 def _custom(model: Any) -> None:
     for module in model.modules():
         if hasattr(module, "set_custom_all_gather"):
-            module.set_custom_all_gather(PlainAllGather())
-            module.set_custom_reduce_scatter(PlainReduceScatter())
+            module.set_custom_all_gather(DefaultAllGather())
+            module.set_custom_reduce_scatter(DefaultReduceScatter())
 
 
 def test_collectives_of_the_backend_are_recorded() -> None:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as stock
 from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.tensor import Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -135,7 +136,9 @@ def test_programs_run_as_many_operators_for_any_number_of_ranks(
         over: Any = C10dTransport(group, CPU, direct=kind == "direct")
         if kind == "compressed":
             over = over.compressing(CompressionPolicy(gather="int8", block=32))
-        counts.append(_programs(CustomTransport(group, CPU) if kind == "custom" else over, CASES[name]))
+        if kind == "custom":
+            over = CustomTransport(group, CPU, DefaultAllGather(), DefaultReduceScatter())
+        counts.append(_programs(over, CASES[name]))
     operators = [sum(seen.values()) for seen, _ in counts]
     calls = [calls for _, calls in counts]
     # Whether a parameter has a short chunk, or ranks without one, depends on the number of ranks. Rows of bytes have

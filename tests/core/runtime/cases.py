@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
 from shardkit.core.runtime.choice import transport_for
 from shardkit.core.runtime.collective import C10dTransport
@@ -101,7 +102,7 @@ def transport(kind: str) -> Transport:
     if kind == "pairwise":
         return PairwiseTransport(group, CPU)
     if kind == "custom":
-        return CustomTransport(group, CPU)
+        return CustomTransport(group, CPU, DefaultAllGather(), DefaultReduceScatter())
     return C10dTransport(group, CPU, direct=kind == "c10d_direct")
 
 

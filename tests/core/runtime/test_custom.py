@@ -4,8 +4,9 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
-from shardkit.core.runtime.custom import CustomTransport, PlainAllGather, PlainReduceScatter
+from shardkit.core.runtime.custom import CustomTransport
 from tests.core.runtime.cases import (
     BF16,
     CASES,
@@ -45,7 +46,7 @@ class _Gather(_Recorded):
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
         self.called.append((output_tensor.numel(), input_tensor.numel(), output_tensor.dtype))
-        PlainAllGather()(output_tensor, input_tensor, group)
+        DefaultAllGather()(output_tensor, input_tensor, group)
 
 
 class _Reduce(_Recorded):
@@ -58,7 +59,7 @@ class _Reduce(_Recorded):
         async_op: bool = False,
     ) -> None:
         self.called.append((output_tensor.numel(), input_tensor.numel(), output_tensor.dtype))
-        PlainReduceScatter()(output_tensor, input_tensor, group, op)
+        DefaultReduceScatter()(output_tensor, input_tensor, group, op)
 
 
 @on_ranks(2)

@@ -24,6 +24,8 @@ def _same(seen: torch.Tensor, expected: torch.Tensor) -> None:
 def test_gather_restores_the_tensors(rank: int, world_size: int, kind: str) -> None:
     over = transport(kind)
     for name, case in CASES.items():
+        if kind == "custom" and name == "float8":  # gloo gathers none, and whoever brings communication casts
+            continue
         plan = gather_plan(case, over)
         full = [whole(s, d, i) for i, (s, d) in enumerate(zip(case.shapes, case.dtypes, strict=True))]
         sources = [chunk_of(t, item.layout, rank) for t, item in zip(full, plan.items, strict=True)]

@@ -8,14 +8,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardkit.core import torch_compat
 from shardkit.core.policies import AllGather, ReduceScatter
-from shardkit.core.runtime.collective import PLAIN_DTYPES, C10dTransport
+from shardkit.core.runtime.collective import C10dTransport
 from shardkit.core.runtime.packing import Slots
 
 
 class CustomTransport(C10dTransport):
-    """Packs everything and sends it through the given objects; if one is None, uses c10d's plain collective.
+    """Packs everything and sends it through the user's object for gathers, or for reductions.
 
     Raises `ValueError` with the label and the size or dtype seen and expected, if `allocate` returns a different tensor
     than requested.
@@ -31,13 +30,14 @@ class CustomTransport(C10dTransport):
         reduce_scatter: ReduceScatter | None = None,
     ) -> None:
         super().__init__(group, device, direct=False)
-        self._gathering: AllGather = all_gather or PlainAllGather()
-        self._reducing: ReduceScatter = reduce_scatter or PlainReduceScatter()
+        self._gathering = all_gather
+        self._reducing = reduce_scatter
 
     def all_gather(self, buffers: Sequence[torch.Tensor], slots: Sequence[Slots], tag: int) -> Sequence[dist.Work]:
         (buffer,), (slot,) = buffers, slots
         chunk = slot.slot_numel(self.rank)
         own = buffer.narrow(0, self.rank * chunk, chunk)
+        assert self._gathering is not None
         work = self._gathering(output_tensor=buffer, input_tensor=own, group=self.group, async_op=self._async)
         return () if work is None else (work,)
 
@@ -45,6 +45,7 @@ class CustomTransport(C10dTransport):
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], op: Any
     ) -> Sequence[dist.Work]:
         (output,), (full,) = outputs, inputs
+        assert self._reducing is not None
         work = self._reducing(output_tensor=output, input_tensor=full, group=self.group, op=op, async_op=self._async)
         return () if work is None else (work,)
 
@@ -54,7 +55,10 @@ class CustomTransport(C10dTransport):
     def reduce_buffer(self, numel: int, dtype: torch.dtype, label: str) -> torch.Tensor:
         return self._allocated(self._reducing, numel, dtype, label)
 
-    def _allocated(self, comm: AllGather | ReduceScatter, numel: int, dtype: torch.dtype, label: str) -> torch.Tensor:
+    def _allocated(
+        self, comm: AllGather | ReduceScatter | None, numel: int, dtype: torch.dtype, label: str
+    ) -> torch.Tensor:
+        assert comm is not None, label
         buffer = comm.allocate((numel,), dtype=dtype, device=self.device)
         who = f"{label}: {type(comm).__name__}.allocate"
         if buffer.numel() != numel:
@@ -67,36 +71,3 @@ class CustomTransport(C10dTransport):
         if not buffer.is_contiguous():
             raise ValueError(f"{who} returned strides {buffer.stride()}, expected a contiguous tensor")
         return buffer.view(-1)
-
-
-class _PlainAllocation:
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Memory from torch's allocator."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
-
-class PlainAllGather(_PlainAllocation, AllGather):
-    """c10d's all-gather on torch's memory."""
-
-    def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> dist.Work | None:
-        if output_tensor.dtype not in PLAIN_DTYPES:
-            output_tensor, input_tensor = output_tensor.view(torch.uint8), input_tensor.view(torch.uint8)
-        work: dist.Work | None = torch_compat.all_gather_flat(output_tensor, input_tensor, group, async_op)
-        return work
-
-
-class PlainReduceScatter(_PlainAllocation, ReduceScatter):
-    """c10d's reduce-scatter on torch's memory."""
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        work: dist.Work | None = torch_compat.reduce_scatter_flat(output_tensor, input_tensor, op, group, async_op)
-        return work
