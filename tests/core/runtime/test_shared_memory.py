@@ -20,7 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import distribute_tensor
 
 from shardkit.core import UnshardHandle, events, fully_shard
-from shardkit.core.runtime.choice import choose_transports, transport_for
+from shardkit.core.engine.settings import Communication
+from shardkit.core.runtime.choice import transport_for
 from shardkit.core.runtime.lanes import make_lane
 from shardkit.core.runtime.pairwise import PairwiseTransport
 from shardkit.core.runtime.shared import segment
@@ -577,7 +578,7 @@ def _meets_nobody(rank: int, world_size: int, directory: str) -> None:
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(RuntimeError) as meeting:
-        choose_transports(groups[0], None, CPU, None, None, None, False, "blocks.0")
+        Communication().transports(groups[0], CPU, "blocks.0")
     with pytest.raises(RuntimeError) as comparing:
         model(torch.ones(1, 2))
     Path(directory, "said").write_text(f"{meeting.value}\n{comparing.value}")

@@ -11,8 +11,10 @@ import torch.distributed as dist
 
 from shardkit.core.mesh import PostForwardMesh
 from shardkit.core.policies import AllGather, CompressionPolicy, MixedPrecisionPolicy, ReduceScatter
-from shardkit.core.runtime.choice import Transports, choose_transports
+from shardkit.core.runtime.choice import Transports, transport_for
+from shardkit.core.runtime.custom import CustomTransport
 from shardkit.core.runtime.memory import require_memory
+from shardkit.core.runtime.plan import Transport
 
 __all__ = ["Communication", "GroupSettings"]
 
@@ -77,17 +79,31 @@ class Communication:
             )
 
     def transports(self, group: dist.ProcessGroup | None, device: torch.device, label: str) -> Transports:
-        """The transports over the shard group `group` (collective over it the first time: its ranks meet)."""
-        return choose_transports(
-            group,
-            self.reduce_group,
-            device,
-            self.all_gather,
-            self.reduce_scatter,
-            self.compression,
-            self.registered,
-            label,
-        )
+        """The transports over the shard group `group` (collective over it the first time: its ranks meet).
+
+        Raises:
+            RuntimeError: if the ranks do not meet; the message has the label.
+        """
+        if group is None or group.size() == 1:
+            return Transports(None, None)
+        policy, over = self.compression or CompressionPolicy(), self.reduce_group or group
+        if self.all_gather is not None:
+            gather: Transport = CustomTransport(group, device, self.all_gather)
+        else:
+            gather = self._transport(group, device, policy.gather, label)
+        if self.reduce_scatter is not None:
+            return Transports(gather, CustomTransport(over, device, reduce_scatter=self.reduce_scatter))
+        return Transports(gather, self._transport(over, device, policy.reduce, label))
+
+    def _transport(self, group: dist.ProcessGroup, device: torch.device, rounding: str | None, label: str) -> Transport:
+        try:
+            chosen = transport_for(group, device, self.registered)
+        except (OSError, RuntimeError) as error:  # a missing peer causes a timeout, of a socket or of gloo
+            raise RuntimeError(
+                f"{label}: set-up failed (meeting the other ranks of its group): {error}; "
+                "check that every rank runs this forward"
+            ) from error
+        return chosen if self.compression is None or rounding is None else chosen.compressing(self.compression)
 
 
 @dataclass(frozen=True)

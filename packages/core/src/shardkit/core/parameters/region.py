@@ -167,23 +167,10 @@ def region_at(
     flat = _flat_cut(name, shape, placements, mesh_shape)
     if flat is not None:
         return flat(coordinate[next(axis for axis, one in enumerate(placements) if not one.is_replicate())])
-    dims: list[tuple[Run, ...]] = [((0, size),) if size else () for size in shape]
+    dims = Region.whole(shape).runs
     for placement, size, position in zip(placements, mesh_shape, coordinate, strict=True):
-        if placement.is_replicate():
-            continue
-        if isinstance(placement, Owned | Blocks):
-            dims[0] = _placed(name, placement, dims[0], shape, size, position)
-            continue
-        dim = getattr(placement, "dim", None)
-        if dim is None:
-            raise ValueError(
-                f"{name}: placements {tuple(placements)}, expected Shard or Replicate; redistribute it first"
-            )
-        # A strided placement cuts the dim into `split_factor` parts and takes its chunk of each part.
-        count = getattr(placement, "split_factor", 1)
-        parts = (_chunk(dims[dim], count, index) for index in range(count))
-        dims[dim] = _joined(run for part in parts for run in _chunk(part, size, position))
-    return Region(tuple(dims))
+        (dims,) = _cut_by(placement, name, shape, dims, size, [position])
+    return Region(dims)
 
 
 def regions_of_mesh(
@@ -198,31 +185,37 @@ def regions_of_mesh(
         axis = next(axis for axis, one in enumerate(placements) if not one.is_replicate())
         regions = [flat(position) for position in range(mesh_shape[axis])]
         return [regions[coordinate[axis]] for coordinate in itertools.product(*map(range, mesh_shape))]
-    found: list[tuple[tuple[Run, ...], ...]] = [tuple(((0, size),) if size else () for size in shape)]
+    found = [Region.whole(shape).runs]
     for placement, size in zip(placements, mesh_shape, strict=True):
-        if placement.is_replicate():
-            found = [dims for dims in found for _ in range(size)]
-            continue
-        if isinstance(placement, Owned | Blocks):
-            found = [
-                (_placed(name, placement, dims[0], shape, size, position), *dims[1:])
-                for dims in found
-                for position in range(size)
-            ]
-            continue
-        dim = getattr(placement, "dim", None)
-        if dim is None:
-            raise ValueError(
-                f"{name}: placements {tuple(placements)}, expected Shard or Replicate; redistribute it first"
-            )
-        cut = []
-        for dims in found:
-            parts = [_chunks(part, size) for part in _chunks(dims[dim], getattr(placement, "split_factor", 1))]
-            for position in range(size):
-                runs = _joined(run for part in parts for run in part[position])
-                cut.append((*dims[:dim], runs, *dims[dim + 1 :]))
-        found = cut
+        found = [cut for dims in found for cut in _cut_by(placement, name, shape, dims, size, range(size))]
     return [Region(dims) for dims in found]
+
+
+def _cut_by(
+    placement: Placement,
+    name: str,
+    shape: Sequence[int],
+    dims: tuple[tuple[Run, ...], ...],
+    size: int,
+    positions: Sequence[int],
+) -> Iterator[tuple[tuple[Run, ...], ...]]:
+    """The parts of `dims` that the ranks at `positions` of an axis of `size` ranks hold."""
+    if placement.is_replicate():
+        yield from [dims] * len(positions)
+        return
+    if isinstance(placement, Owned | Blocks):
+        for position in positions:
+            yield (_placed(name, placement, dims[0], shape, size, position), *dims[1:])
+        return
+    dim = getattr(placement, "dim", None)
+    if dim is None:
+        raise ValueError(f"{name}: placement {placement}, expected Shard or Replicate; redistribute it first")
+    # A strided placement cuts the dim into `split_factor` parts and takes its chunk of each part.
+    count = getattr(placement, "split_factor", 1)
+    parts = [_chunk(dims[dim], count, index) for index in range(count)]
+    for position in positions:
+        runs = _joined(run for part in parts for run in _chunk(part, size, position))
+        yield (*dims[:dim], runs, *dims[dim + 1 :])
 
 
 def _placed(
@@ -254,11 +247,6 @@ def _flat_cut(
     placement, size = cutting[0]
     layout = layout_for(placement, tuple(shape), size)
     return lambda at: FlatRegion.of(shape, layout.offset(at), layout.offset(at) + layout.length(at))
-
-
-def _chunks(runs: tuple[Run, ...], count: int) -> list[tuple[Run, ...]]:
-    """The indices of `runs`, divided into `count` parts."""
-    return [_chunk(runs, count, index) for index in range(count)]
 
 
 def _chunk(runs: tuple[Run, ...], count: int, index: int) -> tuple[Run, ...]:

@@ -17,16 +17,14 @@ import torch
 import torch.distributed as dist
 
 from shardkit.core import torch_compat
-from shardkit.core.policies import AllGather, CompressionPolicy, ReduceScatter
 from shardkit.core.runtime.collective import C10dTransport
-from shardkit.core.runtime.custom import CustomTransport
 from shardkit.core.runtime.memory import RegisteredMemory
 from shardkit.core.runtime.pairwise import PairwiseTransport
 from shardkit.core.runtime.plan import Transport
 from shardkit.core.runtime.shared.meeting import neighbours_of, possible
 from shardkit.core.runtime.shared.transport import SharedTransport
 
-__all__ = ["Transports", "choose_transports", "coalesces", "may_share_memory", "stand_ins", "transport_for"]
+__all__ = ["Transports", "coalesces", "may_share_memory", "stand_ins", "transport_for"]
 
 StandIn: TypeAlias = Callable[[dist.ProcessGroup, torch.device], Transport]
 """Returns a transport that replaces that of a group, for tensors on a device."""
@@ -52,45 +50,6 @@ class Transports:
         """Drops rounding errors kept for error feedback."""
         if self.reduce is not None:
             self.reduce.forget_residuals()
-
-
-def choose_transports(
-    group: dist.ProcessGroup | None,
-    reduce_group: dist.ProcessGroup | None,
-    device: torch.device,
-    all_gather: AllGather | None,
-    reduce_scatter: ReduceScatter | None,
-    compression: CompressionPolicy | None,
-    registered: bool,
-    label: str,
-) -> Transports:
-    """The transports over the shard group `group`, None without one; `label` is the parameter group's.
-
-    Collective over the group the first time, because its ranks meet. Reductions run on `reduce_group` if it is given.
-
-    Raises:
-        RuntimeError: if the ranks do not meet; the message has the label.
-    """
-    if group is None or group.size() == 1:
-        return Transports(None, None)
-
-    def transport(group: dist.ProcessGroup, comm: object | None, rounding: str | None) -> Transport:
-        if comm is not None:
-            return CustomTransport(group, device, all_gather, reduce_scatter)
-        try:
-            chosen = transport_for(group, device, registered)
-        except (OSError, RuntimeError) as error:  # a missing peer causes a timeout, of a socket or of gloo
-            raise RuntimeError(
-                f"{label}: set-up failed (meeting the other ranks of its group): {error}; "
-                "check that every rank runs this forward"
-            ) from error
-        return chosen if compression is None or rounding is None else chosen.compressing(compression)
-
-    policy = compression or CompressionPolicy()
-    return Transports(
-        gather=transport(group, all_gather, policy.gather),
-        reduce=transport(reduce_group or group, reduce_scatter, policy.reduce),
-    )
 
 
 def transport_for(group: dist.ProcessGroup, device: torch.device, registered: bool = False) -> Transport:
