@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+import shardkit.core as shardkit
 from shardkit.core import DataParallelMeshDims, MixedPrecisionPolicy, full_state_dict, fully_shard
 from tests.support import rank_mesh, run_ranks
 
@@ -140,3 +141,61 @@ def _refused(rank: int, world_size: int) -> None:
 
 def test_what_has_no_placement_is_refused() -> None:
     run_ranks(4, _refused)
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.scale = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return ((x * self.scale) @ self.weight.t()).tanh()
+
+
+def checked(api: Any, mesh: DeviceMesh, dtypes: tuple[torch.dtype, ...], *, checks: bool) -> list[torch.Tensor]:
+    """Losses of three steps; with `checks`, spmd_types checks the types of everything in forward."""
+    import spmd_types as spmd
+    from spmd_types.checker import typecheck
+
+    torch.manual_seed(0)
+    model, losses = nn.Sequential(Layer(), Layer()), []
+    dims, policy = api.DataParallelMeshDims(shard="shard"), api.MixedPrecisionPolicy(*dtypes)
+    with spmd.set_current_mesh(mesh):
+        for parameter in model.parameters():
+            spmd.assert_type(parameter, {"tp": spmd.I})
+        for module in (*model, model):
+            api.fully_shard(module, mesh=mesh, dp_mesh_dims=dims, mp_policy=policy)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            torch.manual_seed(10 * step + mesh["shard"].get_local_rank())
+            x = torch.randn(6, 4)
+            if not checks:
+                loss = model(x).float().square().sum()
+            else:
+                spmd.assert_type(x, {"shard": spmd.S(0), "tp": spmd.I})
+                with typecheck(local=False):
+                    loss = model(x).float().square().sum()
+                assert {*spmd.get_local_type(loss).values()} == {spmd.P, spmd.I}
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach().clone())
+        if checks:
+            with typecheck(local=False), pytest.raises(spmd.SpmdTypeError, match="missing axis"):
+                model(torch.randn(6, 4))
+    return losses
+
+
+def _checks_types(rank: int, world_size: int, dtypes: tuple[torch.dtype, ...]) -> None:
+    mesh = rank_mesh((2, 2), ("shard", "tp"))
+    seen = [checked(shardkit, mesh, dtypes, checks=checks) for checks in (False, True)]
+    if torch.__version__ >= (2, 15):
+        seen.append(checked(stock, mesh, dtypes, checks=True))
+    for losses in seen[1:]:
+        assert all(map(torch.equal, seen[0], losses))
+
+
+@pytest.mark.parametrize("dtypes", [(), (torch.bfloat16, torch.float32)])
+def test_types_are_checked_in_forward(dtypes: tuple[torch.dtype, ...]) -> None:
+    """Our hooks pass types on, of inputs that are cast, and of outputs."""
+    run_ranks(4, _checks_types, dtypes)

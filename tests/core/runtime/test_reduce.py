@@ -238,5 +238,6 @@ def _averages_among_backends(rank: int, world_size: int) -> list[float]:
         group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
 
 
+@pytest.mark.skipif(torch.__version__ >= (2, 15), reason="a group of torch 2.15 needs the backend that its name tells")
 def test_the_backend_of_the_device_is_asked_whether_it_averages() -> None:
     assert run_ranks(2, _averages_among_backends) == [[x + 0.5 for x in range(5)]] * 2

@@ -12,6 +12,7 @@ from titan import dims_of, sharded
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torchtitan.distributed import utils
+from torchtitan.distributed.spmd_types import annotate_input_spmd_types
 from torchtitan.models import deepseek_v3, llama3
 
 
@@ -48,14 +49,19 @@ def main() -> None:
         for model_registry, experts, tp in ((llama3.model_registry, 1, 2), (deepseek_v3.model_registry, 2, 1)):
             recording.begin(f"{backend}, tp={tp}, ep={experts}")
             dims = dims_of(1, experts, tp, backend)
-            context = utils.get_spmd_context(parallel_dims=dims)
-            with context():
+            checks = backend == "spmd_types"
+            context = utils.get_spmd_context(parallel_dims=dims, spmd_typechecking=checks)
+            with utils.get_spmd_context(parallel_dims=dims)():
                 model = sharded(model_registry, dims, layers=2, directory=options.own)
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
             for step in range(2):
                 batch = tokens(step, dist.get_rank() // tp, vocabulary=2048)
+                positions = torch.arange(batch.shape[1]).expand(batch.shape)
+                if checks:
+                    annotate_input_spmd_types(dims, batch, batch.clone(), {"positions": positions})
                 with context():
-                    logits = model(batch)
+                    logits = model(batch, positions=positions)
+                with utils.get_spmd_context(parallel_dims=dims)():
                     if isinstance(logits, DTensor):
                         logits = logits.full_tensor()
                     if logits.shape[-1] < 2048:

@@ -157,10 +157,16 @@ transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_activ
 
 
 def outside_transforms(function: _F) -> _F:
-    """Makes a function run as if no transform of `torch.func` was active, on tensors that none has wrapped."""
+    """Makes a function run as if no transform of `torch.func` was active, on tensors that none has wrapped.
+
+    `spmd_types` does not check types in it: shards, and parts of a packed buffer, have none.
+    """
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if (spmd := sys.modules.get("spmd_types")) is not None and spmd.is_type_checking():
+            with spmd.no_typecheck():
+                return wrapper(*args, **kwargs)
         if not transforms_active():
             return function(*args, **kwargs)
         with torch._C._DisableFuncTorch():

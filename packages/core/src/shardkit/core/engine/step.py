@@ -274,7 +274,10 @@ class FSDPState:
     @functools.cached_property
     def _inputs(self) -> type[_Inputs]:
         """Torch names the node in its error when forward changes an input in place."""
-        return type(f"Inputs of '{self.fqn}'", (_Inputs,), {})
+        kind = type(f"Inputs of '{self.fqn}'", (_Inputs,), {})
+        if (spmd := sys.modules.get("spmd_types")) is not None:
+            spmd.register_local_autograd_function(kind)  # outputs have the types of inputs
+        return kind
 
     # -- forward ends --------------------------------------------------------------------------------------------------
 
@@ -463,6 +466,7 @@ class FSDPState:
                     return f"{self.fqn}.{name}" if name else self.fqn
         return self.fqn
 
+    @outside_transforms
     def _watch_output(self, tensor: torch.Tensor) -> None:
         self._pass.has_backward = True
         tensor.register_hook(functools.partial(self.pre_backward, of=self._pass))
