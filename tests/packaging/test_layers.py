@@ -35,6 +35,7 @@ LAYERS: list[set[str]] = [
         "clip",
         "first_step",
         "materialize",
+        "metrics",
         "optimizers",
         "replicas",
     },

@@ -6,6 +6,7 @@ from shardkit.core.clip import clip_grad_norm_, grad_norm
 from shardkit.core.fully_shard import fully_shard
 from shardkit.core.install import install, uninstall
 from shardkit.core.materialize import materialize
+from shardkit.core.metrics import StepMetrics
 from shardkit.core.module import (
     FSDPModule,
     GradientReductionHandle,
@@ -40,6 +41,7 @@ __all__ = [
     "OffloadPolicy",
     "Owned",
     "ReduceScatter",
+    "StepMetrics",
     "UnshardHandle",
     "__version__",
     "broadcast_replicas",
