@@ -1,4 +1,4 @@
-"""`fully_shard` together with torch.compile, and steps between forwards."""
+"""`fully_shard` together with torch.compile and context parallelism, and steps between forwards."""
 
 from types import ModuleType
 from typing import Any
@@ -9,9 +9,10 @@ import torch.distributed.fsdp as stock
 import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.utils import counters
+from torch.distributed._functional_collectives import all_gather_tensor_autograd
 
 import shardkit.core as ours
-from tests.support import on_ranks
+from tests.support import on_ranks, rank_mesh
 
 
 class Block(nn.Module):
@@ -123,3 +124,34 @@ def test_a_step_between_forwards_is_seen_by_the_next_one(rank: int, world_size: 
     after = model(_batch(2, rank))
     fresh.load_state_dict(model.state_dict())
     assert torch.equal(after, fresh(_batch(2, rank)))
+
+
+class Attention(nn.Module):
+    """Each rank of `over` has a part of the sequence, and gathers the keys and values of all (None: has all of it)."""
+
+    def __init__(self, over: Any) -> None:
+        super().__init__()
+        self.over, self.qkv, self.out = over, nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = self.qkv(x).chunk(3, dim=-1)
+        if self.over is not None:
+            key, value = (all_gather_tensor_autograd(one.contiguous(), 1, self.over) for one in (key, value))
+        return x + self.out(F.scaled_dot_product_attention(query, key, value))
+
+
+@on_ranks(4)
+def test_context_parallelism_beside_sharding(rank: int, world_size: int) -> None:
+    """Over a mesh ("dp_shard", "cp") of 2 x 2: the gradients of one process. torch's `context_parallel` has no CPU."""
+    mesh = rank_mesh((2, 2), ("dp_shard", "cp"))
+    torch.manual_seed(0)
+    expected, model = (nn.Sequential(*[Attention(over) for _ in range(2)]) for over in (None, mesh["cp"]))
+    model.load_state_dict(expected.state_dict())
+    _shard(model, ours, mesh=mesh, dp_mesh_dims=ours.DataParallelMeshDims(shard=("dp_shard", "cp")))
+    for step in range(2):
+        whole = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(step))
+        mine = whole.chunk(2)[mesh.get_local_rank("dp_shard")].chunk(2, dim=1)[mesh.get_local_rank("cp")]
+        for one, x in ((expected, whole), (model, mine)):
+            one(x).square().mean().backward()
+        for sharded, parameter in zip(model.parameters(), expected.parameters(), strict=True):
+            torch.testing.assert_close(sharded.grad.full_tensor(), parameter.grad)

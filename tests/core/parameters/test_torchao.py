@@ -111,3 +111,30 @@ def test_one_rank_like_one_process(rank: int, world_size: int, kind: str) -> Non
             torch.manual_seed(step)
             torch.optim.SGD([p for p in one.parameters() if p.requires_grad], lr=0.5).step()
             one.zero_grad()
+
+
+@on_ranks(2)
+def test_float8_gathers_a_byte_for_each_element(rank: int, world_size: int) -> None:
+    """Equal batches on both ranks, so the unsharded model is the reference: stock cannot gather float8 with gloo."""
+    float8 = pytest.importorskip("torchao.float8")
+    torch.manual_seed(0)
+    plain = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64, bias=False), nn.Tanh()) for _ in range(3)])
+    sharded = copy.deepcopy(plain)
+    for model in (plain, sharded):
+        config = float8.Float8LinearConfig(enable_fsdp_float8_all_gather=model is sharded, emulate=True)
+        float8.convert_to_float8_training(model, config=config)
+    for block in sharded:
+        shardkit.fully_shard(block)
+    shardkit.fully_shard(sharded)
+    gathers: list[shardkit.events.Event] = []
+    with shardkit.events.subscribe(gathers.append):
+        for step in range(3):
+            x = torch.randn(24, 64, generator=torch.Generator().manual_seed(step))
+            losses = [(model(x) - x.sin()).square().mean() for model in (plain, sharded)]
+            assert torch.equal(*losses), step
+            for model, loss in zip((plain, sharded), losses, strict=True):
+                loss.backward()
+                torch.optim.SGD(model.parameters(), lr=0.5).step()
+                model.zero_grad()
+    started = [one for one in gathers if isinstance(one, shardkit.events.GatherStarted)]
+    assert {(one.bytes, one.wire_bytes, one.dtype) for one in started} == {(64 * 64, 64 * 32, torch.float8_e4m3fn)}
