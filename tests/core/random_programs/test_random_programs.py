@@ -75,6 +75,21 @@ FOUND = {
         Block("alpha", ops=("linear", "view"), hooks=("in_place",)),
         policy=Policy(wraps=BOTH, late=1, hooks_first=False),
     ),
+    "a recomputation with explicit lists, whose output is detached, within a budget": Program(
+        Block(
+            ops=("table", Call("beta", checkpoint="plain")),
+            blocks=(
+                Block(
+                    "beta",
+                    ops=("trap", Call("alpha"), Call("beta", no_grad=True), "linear", "detach"),
+                    blocks=(Block("alpha", ops=(Side(),)), Block("beta")),
+                ),
+            ),
+        ),
+        policy=Policy(
+            world=4, wraps=(Wrap(("beta",)), Wrap(("beta.beta",)), Wrap(("",))), budget=8000, lists="reversed"
+        ),
+    ),
     "a view from the root, changed in place": Program(
         Block(ops=("linear", "expand")), steps=_once(Micro(change=("add_",)))
     ),

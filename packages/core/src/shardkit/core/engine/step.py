@@ -252,10 +252,11 @@ class FSDPState:
 
     def _gather_next(self) -> None:
         """When its parameters are gathered and its forward begins: gathers the groups that come next."""
-        schedule, expected = self.schedule, False
-        if schedule.backward is None and schedule.forward is not None:
-            schedule.forward.states.append(self.index)
-            expected = schedule.timetable.follow(self.index)
+        schedule = self.schedule
+        if schedule.backward is not None or schedule.forward is None:  # a recomputation: backward's order holds
+            return
+        schedule.forward.states.append(self.index)
+        expected = schedule.timetable.follow(self.index)
         if self.forward_prefetch:
             _gather_listed(schedule, _alive(self.forward_prefetch), in_backward=False)
         elif expected and (schedule.timetable.is_steady or not schedule.context.gathers.has_streams):
