@@ -1,6 +1,6 @@
 """Tensor subclasses that bring their own all-gather, in torchao's manner, against stock and the mathematics."""
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils import _pytree as pytree
 
 import shardkit.core as shardkit
-from tests.support import on_ranks, rank_mesh, run_ranks
+from tests.support import networked_mesh, on_ranks, rank_mesh, run_ranks
 from tests.support.wire_weights import BFloat16OnTheWire, SameOnTheWire, WireWeight, _aten
 
 
@@ -38,6 +38,26 @@ class Int8OnTheWire(WireWeight):
                 out.copy_(data.to(param_dtype) * scale.to(param_dtype))
             return None
         weight = data.to(param_dtype) * scale.to(param_dtype)
+        return weight, (weight, data, scale)
+
+
+class ScalePerRow(WireWeight):
+    """As Int8OnTheWire, with one scale for each row of the last dim."""
+
+    @staticmethod
+    def rounded(weight: Tensor) -> Tensor:
+        scale = weight.abs().amax(-1, keepdim=True) / 127
+        return (weight / scale).round().to(torch.int8) * scale
+
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], Any]:
+        scale = self._inner.abs().amax(-1, keepdim=True) / 127
+        return ((self._inner / scale).round().to(torch.int8), scale), None
+
+    def fsdp_post_all_gather(
+        self, gathered: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> Any:
+        data, scale = gathered
+        weight = data * scale
         return weight, (weight, data, scale)
 
 
@@ -167,6 +187,37 @@ def test_hsdp_like_stock(wire: str) -> None:
     run_ranks(4, like_stock, wire, {"mesh": (2, 2)})
 
 
+def columns(parameter: Tensor) -> Shard:
+    return Shard(parameter.ndim - 1)
+
+
+@pytest.mark.parametrize("wire", [wire for wire in WIRES if wire != "int8"])  # stock cannot join its scales
+@pytest.mark.parametrize("mesh", [None, (2, 2)])
+def test_columns_like_stock(wire: str, mesh: tuple[int, ...] | None) -> None:
+    run_ranks(4 if mesh else 2, like_stock, wire, {"mesh": mesh, "shard_placement_fn": columns})
+
+
+@pytest.mark.parametrize("dim", [1, 2])
+@on_ranks(2, 4)
+def test_scales_of_columns(rank: int, world_size: int, dim: int) -> None:
+    """A scale for each row of a shard goes with this shard, also where several ranks hold parts of the row.
+
+    It is not compressed.
+    """
+    torch.manual_seed(0)
+    whole = torch.randn(3, 8, 8)
+    module = nn.Module()
+    module.weight = nn.Parameter(ScalePerRow(whole.clone()))
+    options = {
+        "shard_placement_fn": lambda parameter: Shard(dim),
+        "compression_policy": shardkit.CompressionPolicy(gather="int8"),
+    }
+    shardkit.fully_shard(module, mesh=networked_mesh((world_size,)), **options)
+    module.unshard()
+    shards = [ScalePerRow.rounded(shard) for shard in whole.chunk(world_size, dim)]
+    assert torch.equal(module.weight, torch.cat(shards, dim))
+
+
 @on_ranks(4)
 def test_arguments_of_the_hooks(rank: int, world_size: int) -> None:
     BFloat16OnTheWire.calls.clear()
@@ -280,28 +331,41 @@ def test_memory_of_a_strided_weight_comes_back_whole(rank: int, world_size: int)
 
 
 @on_ranks(2)
-def test_a_wire_that_changes_is_refused(rank: int, world_size: int) -> None:
+def test_another_dtype_on_the_wire_is_refused(rank: int, world_size: int) -> None:
     EachTimeAnother.calls.clear()
     linear = _weight_of(EachTimeAnother, rank_mesh((world_size,)))
     linear.unshard()
     linear.reshard()
     with torch.no_grad():
         linear.weight.to_local()._inner.add_(1)
-    message = r"'weight' returned tensors .* 64 of torch.bfloat16; expected 64 of torch.float32"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(
+        ValueError, match=r"'weight' returned tensors .*\(torch.bfloat16,\); expected \(torch.float32,\)"
+    ):
         linear.unshard()
+
+
+class Joined(NamedTuple):
+    """As torch's AllGatherInput."""
+
+    tensor: Tensor
+    dim: int = 0
+    output_size: tuple[int, ...] | None = None
 
 
 class PaddedOnTheWire(WireWeight):
     """Uneven shards: the hook pads its shard to a full rank's chunk, the other hook cuts the tail off."""
 
+    def padded(self, mesh: DeviceMesh, outer_size: torch.Size) -> Tensor:
+        shapes = zip(outer_size, self._inner.shape, strict=True)
+        full = [size if size == here else -(-size // mesh.size()) for size, here in shapes]
+        padded = torch.zeros(full, dtype=torch.bfloat16)
+        padded[: len(self._inner), : self._inner.shape[1]] = self._inner
+        return padded
+
     def fsdp_pre_all_gather(
         self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: Any
-    ) -> tuple[tuple[Tensor, ...], Any]:
-        rows = -(-outer_size[0] // mesh.size())
-        padded = torch.zeros(rows, *outer_size[1:], dtype=torch.bfloat16)
-        padded[: len(self._inner)] = self._inner
-        return (padded,), outer_size[0]
+    ) -> tuple[tuple[Any, ...], Any]:
+        return (self.padded(mesh, outer_size),), outer_size[0]
 
     def fsdp_post_all_gather(
         self, gathered: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
@@ -321,24 +385,90 @@ class PaddingLeftOn(PaddedOnTheWire):
         return None if out is not None else (gathered[0], gathered)
 
 
-@pytest.mark.parametrize("kind", [PaddedOnTheWire, PaddingLeftOn])
+class JoinedByName(PaddedOnTheWire):
+    """Each tensor names the dim that it is joined on."""
+
+    def fsdp_pre_all_gather(
+        self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: Any
+    ) -> tuple[tuple[Any, ...], Any]:
+        padded, rank = self.padded(mesh, outer_size), torch.tensor(mesh.get_local_rank())
+        tags = (Joined(rank), Joined(rank.expand(2, 1, 3), -2, (2, 3 * mesh.size())))
+        return (Joined(padded, -1), *tags), (outer_size[1], mesh.size())
+
+    def fsdp_post_all_gather(
+        self, gathered: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> Any:
+        (data, ranks, tags), (width, world_size) = gathered, metadata
+        assert torch.equal(ranks, torch.arange(world_size))
+        assert torch.equal(tags, ranks.repeat_interleave(3).expand(2, -1))
+        weight = data[:, :width]
+        return None if out is not None else (weight, gathered)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dim"), [(PaddedOnTheWire, 0), (PaddingLeftOn, 0), (PaddingLeftOn, 1), (JoinedByName, 1)]
+)
 @on_ranks(2, 3, 4)
-def test_uneven_padded_by_the_hook(rank: int, world_size: int, kind: type[PaddedOnTheWire]) -> None:
-    """Rows 5 over 2, 3 and 4 ranks: the last rank holds less than the others, or nothing."""
+def test_uneven_padded_by_the_hook(rank: int, world_size: int, kind: type[PaddedOnTheWire], dim: int) -> None:
+    """Rows or columns, 5, over 2, 3 and 4 ranks: the last rank holds less than the others, or nothing."""
     torch.manual_seed(0)
-    linear = nn.Linear(3, 5, bias=False)
+    linear = nn.Linear(*((3, 5) if dim == 0 else (5, 3)), bias=False)
     full = linear.weight.detach().clone()
     linear.weight = nn.Parameter(kind(full.clone()))
-    shardkit.fully_shard(linear, mesh=rank_mesh((world_size,)))
+    shardkit.fully_shard(linear, mesh=rank_mesh((world_size,)), shard_placement_fn=lambda parameter: Shard(dim))
     optimizer = torch.optim.SGD(linear.parameters(), lr=0.5)
     for step in range(3):
-        seen = linear(torch.eye(3).bfloat16())
+        seen = linear(torch.eye(full.shape[1]).bfloat16())
         assert torch.equal(seen, full.bfloat16().t()), step
         seen.sum().backward()
         optimizer.step()
         optimizer.zero_grad()
         full -= 0.5
     assert isinstance(linear.weight.to_local(), kind)
+
+
+class ShorterOrLonger(WireWeight):
+    """A weight whose columns are equal; at each gather another number of them travels."""
+
+    widths: ClassVar[list[int]] = []
+
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], Any]:
+        width = self.widths.pop(0)
+        return (self._inner[:, :width].contiguous(),), (mesh.size() * len(self._inner), width)
+
+    def fsdp_post_all_gather(
+        self, gathered: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> Any:
+        rows, width = metadata
+        weight = gathered[0].flatten()[: rows * width].view(rows, width)[:, :1].expand(rows, 8).contiguous()
+        if out is None:
+            return weight, (weight,)
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
+            out.copy_(weight)
+        return None
+
+
+@pytest.mark.parametrize(("is_stock", "widths"), [(True, (8, 2, 8, 4)), (False, (8, 2, 8, 4)), (False, (2, 8, 4, 5))])
+@on_ranks(2)
+def test_a_wire_that_changes_its_size(rank: int, world_size: int, is_stock: bool, widths: tuple[int, ...]) -> None:
+    """In forward and in backward; stock keeps the memory of the first gather, which a longer one does not fit into."""
+    linear = nn.Linear(8, 16, bias=False)
+    full = torch.arange(16.0)[:, None].expand(16, 8).clone()
+    linear.weight = nn.Parameter(ShorterOrLonger(full.clone()))
+    fully_shard = stock.fully_shard if is_stock else shardkit.fully_shard
+    fully_shard(linear, mesh=rank_mesh((world_size,)), reshard_after_forward=True)
+    optimizer = torch.optim.SGD(linear.parameters(), lr=0.5)
+    ShorterOrLonger.widths[:] = widths
+    for _ in range(2):
+        inputs = torch.ones(1, 8, requires_grad=True)
+        seen = linear(inputs)
+        assert torch.equal(seen, full.sum(1)[None])
+        seen.sum().backward()
+        assert torch.equal(inputs.grad, full.sum(0)[None])
+        optimizer.step()
+        optimizer.zero_grad()
+        full -= 0.5
+    assert not ShorterOrLonger.widths
 
 
 class UnpaddedOnTheWire(WireWeight):
@@ -359,19 +489,23 @@ def test_uneven_shards_are_refused_on_every_rank(rank: int, world_size: int) -> 
         linear(torch.ones(1, 3).bfloat16())
 
 
-@on_ranks(2)
-def test_shards_of_columns_are_refused(rank: int, world_size: int) -> None:
-    mesh = rank_mesh((world_size,), ("shard",))
-    linear = nn.Linear(8, 16, bias=False)
-    linear.weight = nn.Parameter(BFloat16OnTheWire(linear.weight.detach()))
-    with pytest.raises(TypeError, match=r"'weight', a BFloat16OnTheWire with fsdp_pre_all_gather: .*Return Shard\(0\)"):
-        shardkit.fully_shard(linear, mesh=mesh, shard_placement_fn=lambda parameter: Shard(parameter.ndim - 1))
-    assert not isinstance(linear, shardkit.FSDPModule)
-
-
 class WrongArity(WireWeight):
     def fsdp_pre_all_gather(self, mesh: DeviceMesh, something: int) -> Any:
         raise AssertionError("never called")
+
+    fsdp_post_all_gather = BFloat16OnTheWire.fsdp_post_all_gather
+
+
+class Unjoinable(WireWeight):
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> Any:
+        return (self._inner.abs().amax(0),), None
+
+    fsdp_post_all_gather = BFloat16OnTheWire.fsdp_post_all_gather
+
+
+class JoinedOnAnotherDim(WireWeight):
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> Any:
+        return (Joined(self._inner, 2),), None
 
     fsdp_post_all_gather = BFloat16OnTheWire.fsdp_post_all_gather
 
@@ -382,11 +516,16 @@ class OnlyPre(WireWeight):
 
 @on_ranks(2)
 def test_malformed_hooks(rank: int, world_size: int) -> None:
-    linear = nn.Linear(8, 16, bias=False)
-    linear.weight = nn.Parameter(WrongArity(linear.weight.detach()))
-    shardkit.fully_shard(linear, mesh=rank_mesh((world_size,)))
-    with pytest.raises(TypeError, match="'weight' takes 2 arguments"):
-        linear(torch.ones(1, 8))
+    for wire, error, message in (
+        (WrongArity, TypeError, "'weight' takes 2 arguments"),
+        (Unjoinable, ValueError, r"'weight' .* shape \(4,\), .* on dim 1; expected \(16, 4\), or \(16,\) and any"),
+        (JoinedOnAnotherDim, ValueError, r"'weight' .* shape \(16, 4\) joined on dim 2"),
+    ):
+        linear = nn.Linear(8, 16, bias=False)
+        linear.weight = nn.Parameter(wire(linear.weight.detach()))
+        shardkit.fully_shard(linear, mesh=rank_mesh((world_size,)), shard_placement_fn=columns)
+        with pytest.raises(error, match=message):
+            linear(torch.ones(1, 8))
     linear = nn.Linear(8, 16, bias=False)
     linear.weight = nn.Parameter(OnlyPre(linear.weight.detach()))
     with pytest.raises(TypeError, match=r"'weight'.*fsdp_post_all_gather"):
@@ -429,7 +568,7 @@ def _put_hooks_on(local: Tensor, called: list[DeviceMesh]) -> None:
         (data,) = gathered
         if out is not None:
             with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
-                out.copy_(data)
+                out.copy_(data.view(out.shape))
             return None
         weight = data.to(dtype)
         return weight, (weight, data)
@@ -437,22 +576,22 @@ def _put_hooks_on(local: Tensor, called: list[DeviceMesh]) -> None:
     local.fsdp_pre_all_gather, local.fsdp_post_all_gather = before, after
 
 
+@pytest.mark.parametrize("cut", [None, columns])
 @on_ranks(2)
-def test_hooks_that_are_put_on_local_tensors(rank: int, world_size: int) -> None:
+def test_hooks_that_are_put_on_local_tensors(rank: int, world_size: int, cut: Any) -> None:
     """The hooks may also be put on the local tensors of a model that is sharded already, and has run."""
     seen = []
     for fully_shard in (stock.fully_shard, shardkit.fully_shard):
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 4))
-        for layer in (model[0], model[2]):
-            fully_shard(layer)
-        fully_shard(model)
+        model = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 4))
+        for layer in (model[0], model[2], model):
+            fully_shard(layer, shard_placement_fn=cut)
         if fully_shard is shardkit.fully_shard:
-            model(torch.ones(2, 5))
+            model(torch.ones(2, 8))
         called: list[DeviceMesh] = []
         for parameter in model.parameters():
             _put_hooks_on(parameter._local_tensor, called)
-        output = model(torch.ones(2, 5))
+        output = model(torch.ones(2, 8))
         output.sum().backward()
         assert len(called) >= 4
         seen.append([output, *(parameter.grad.full_tensor() for parameter in model.parameters())])

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed.fsdp as stock
 from torch import Tensor, nn
+from torch.distributed.tensor import Shard
 from torch.nn import functional as F
 
 import shardkit.core as shardkit
@@ -77,9 +78,10 @@ def _plain(name: str, tensor: Tensor) -> dict[str, Tensor]:
     return {f"{name}.{one}": getattr(tensor, one).clone() for one in inner} | {f"type of {name}": type(tensor)}
 
 
-def like_stock(rank: int, world_size: int, kind: str, options: dict[str, Any]) -> None:
+def like_stock(rank: int, world_size: int, kind: str, dim: int, options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     model = MODELS[kind]()
+    options = {**options, "shard_placement_fn": lambda parameter: Shard(min(dim, parameter.ndim - 1))}
     expected, seen = (_train(api, copy.deepcopy(model), rank, world_size, options) for api in (stock, shardkit))
     assert expected.keys() == seen.keys()
     for label, value in expected.items():
@@ -89,9 +91,9 @@ def like_stock(rank: int, world_size: int, kind: str, options: dict[str, Any]) -
 
 
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
-@pytest.mark.parametrize("kind", MODELS)
-def test_training_like_stock(kind: str, reshard_after_forward: bool) -> None:
-    run_ranks(2, like_stock, kind, {"reshard_after_forward": reshard_after_forward})
+@pytest.mark.parametrize(("kind", "dim"), [*((kind, 0) for kind in MODELS), ("int8 mixed precision", 1)])
+def test_training_like_stock(kind: str, dim: int, reshard_after_forward: bool) -> None:
+    run_ranks(2, like_stock, kind, dim, {"reshard_after_forward": reshard_after_forward})
 
 
 @pytest.mark.parametrize("kind", MODELS)

@@ -179,7 +179,7 @@ def _check_wire_sizes(group: Gathered, transports: Transports, items: list[list[
         return
     param = uneven[0][0]
     assert param.subclass is not None
-    shapes = [tuple(shape) for shape in param.subclass.input_shapes]
+    shapes = [layout.padded_local_shape for layout in param.subclass.layouts]
     raise ValueError(
         f"parameter '{param.fqn}' of shape {tuple(param.shape)} is sharded unevenly over {over.size()} ranks, and "
         f"its fsdp_pre_all_gather returned tensors of other sizes on other ranks, here {shapes}; pad them to "

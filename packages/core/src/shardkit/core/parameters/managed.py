@@ -232,7 +232,7 @@ def placement_of(managed: ManagedParameter, chosen: object | None) -> Placement 
     shape = tuple(managed.parameter.shape)
     plain = managed.parameter.detach()
     plain = local_of(plain) if isinstance(plain, DTensor) else plain
-    gathers_itself = SubclassGather.wanted_by(plain, managed.fqn)
+    SubclassGather.wanted_by(plain, managed.fqn)  # refuses half of the hooks
     if hasattr(chosen, "mesh_info") and hasattr(chosen, "placement"):
         chosen = chosen.placement
     if not shape or isinstance(chosen, Replicate):
@@ -262,11 +262,6 @@ def placement_of(managed: ManagedParameter, chosen: object | None) -> Placement 
         raise ValueError(
             f"shard_placement_fn returned {chosen} for parameter '{managed.fqn}' of shape {shape}; "
             f"expected a dim between {-len(shape)} and {len(shape) - 1}"
-        )
-    if dim and gathers_itself:
-        raise TypeError(
-            f"shard_placement_fn returned {chosen} for parameter '{managed.fqn}', a {type(plain).__name__} with "
-            "fsdp_pre_all_gather: what it gathers is joined on dim 0. Return Shard(0) for it"
         )
     return Shard(dim)
 

@@ -51,7 +51,7 @@ from shardkit.core.parameters.placements import layout_for, shard_of
 from shardkit.core.parameters.slot import Slot
 from shardkit.core.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardkit.core.runtime.plan import GatherItem
-from shardkit.core.runtime.sharding import ChunkLayout
+from shardkit.core.runtime.sharding import ChunkLayout, dense_strides
 from shardkit.core.runtime.shared.segment import locate
 from shardkit.core.runtime.storage import (
     allocate_missing,
@@ -59,6 +59,7 @@ from shardkit.core.runtime.storage import (
     dense_view,
     flat_without_memory,
     free_storage,
+    longer_flat,
     outside_inference,
     raw_view,
 )
@@ -226,8 +227,9 @@ class FSDPParam:
         self.dtype = self.mp_policy.param_dtype or local.dtype
         if not local.dtype.is_floating_point:
             self.dtype = local.dtype
-        wanted = SubclassGather.wanted_by(local, self.fqn)
-        self.subclass = SubclassGather(self.fqn, self.mesh.shard_mesh, self.shape, self.mp_policy) if wanted else None
+        self.subclass = None
+        if SubclassGather.wanted_by(local, self.fqn):
+            self.subclass = SubclassGather(self.fqn, self.mesh.shard_mesh, self.shape, self.layout, self.mp_policy)
         self._note_dtypes()
         # At world size 1 nothing is gathered: the unsharded parameter is the shard itself.
         self.aliased = (
@@ -336,18 +338,25 @@ class FSDPParam:
             return []
         if self.subclass is None:
             return [GatherItem(self.fqn, self.layout, self.dtype)]
-        world = self.mesh.shard_size
-        return [GatherItem(self.fqn, ChunkLayout((one.numel() * world,), 0, world), one.dtype) for one in sources]
+        layouts = zip(self.subclass.layouts, sources, strict=True)
+        return [GatherItem(self.fqn, layout, one.dtype, compressible=False) for layout, one in layouts]
 
     def allocate(self, items: list[GatherItem]) -> None:
         """Gives the unsharded storage memory (see Note [Storage that comes and goes])."""
         if not self.flats and items:
             self.flats = [flat_without_memory(item.layout.flat_numel, item.dtype, self.device) for item in items]
+        if self.subclass is not None:
+            # A hook may send more or less than before. Its tensors over a flat stay over the same memory.
+            for index, item in enumerate(items):
+                if self.flats[index].numel() < item.layout.numel:
+                    self.flats[index] = longer_flat(self.flats[index], item.layout.numel)
         for flat in self.flats:
             allocate_storage(flat, self.fqn)
-        if self.flats and not self.targets:
+        if self.subclass is not None and items:
+            self.targets = [flat[: item.layout.numel] for flat, item in zip(self.flats, items, strict=True)]
+        elif self.flats and not self.targets:
             # A flat is padded; if another dim than 0 is cut, the unsharded tensor is the beginning of it.
-            whole = self.subclass is not None or self.layout.dim == 0
+            whole = self.layout.dim == 0
             self.targets = self.flats if whole else [flat[: self.layout.numel] for flat in self.flats]
         if self.subclass is not None and self.unsharded_param is not None:
             # Inner tensors over the flat ones have memory by now.
@@ -368,14 +377,16 @@ class FSDPParam:
         if self.subclass is not None:
             # Views with version counters of their own, because the next gather writes to the flats; and the parameter
             # itself, as the hook may put new metadata, such as a scale, on the object.
-            flats = [raw_view(flat) for flat in self.flats]
-            tensor = self.subclass.unsharded(self._local, flats, self.dtype, self.unsharded_param)
+            gathered = [raw_view(flat)[: target.numel()] for flat, target in zip(self.flats, self.targets, strict=True)]
+            tensor = self.subclass.unsharded(self._local, gathered, self.dtype, self.unsharded_param)
             self._inner_bytes = self._count_inner_bytes()
             if tensor is None:
                 assert self.unsharded_param is not None
                 return self.unsharded_param
-            if tensor.shape != self.shape:
-                tensor = tensor.as_strided(self.shape, torch.empty(self.shape, device="meta").stride())
+            if tensor.shape != self.shape:  # stacked on dim 0, or padded
+                dim, shard = self.layout.dim, self.layout.padded_local_shape
+                padded = (*shard[:dim], self.layout.world_size * shard[dim], *shard[dim + 1 :])
+                tensor = tensor.as_strided(self.shape, dense_strides(padded))
         with outside_inference():
             if tensor is None:
                 tensor = self._local if self.aliased else dense_view(self.flats[0], self.shape)

@@ -42,11 +42,12 @@ _UNNOTICED_BYTES = 64 * 1024**2
 
 @dataclass(frozen=True)
 class GatherItem:
-    """One parameter to gather: its FQN, how it is cut, and the dtype of the unsharded tensor."""
+    """One parameter to gather: its FQN, how it is cut, the unsharded dtype, and whether it may be compressed."""
 
     fqn: str
     layout: ChunkLayout
     dtype: torch.dtype
+    compressible: bool = True
 
 
 @dataclass(frozen=True)

@@ -75,6 +75,14 @@ def flat_without_memory(numel: int, dtype: torch.dtype, device: torch.device) ->
     return flat
 
 
+def longer_flat(flat: torch.Tensor, numel: int) -> torch.Tensor:
+    """A 1-D tensor of `numel` elements over the storage of ``flat``, which has too few; it has no memory afterwards."""
+    with outside_inference():
+        longer = dense_view(flat, torch.Size((numel,)))  # gives the storage memory
+        longer.untyped_storage().resize_(0)
+    return longer
+
+
 def dense_view(flat: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     """A dense tensor of `shape` over the beginning of the storage of ``flat``, of the same dtype.
 

@@ -46,7 +46,7 @@ class GatherRows:
     def __init__(self, plan: GatherPlan, transport: CompressedTransport) -> None:
         policy = transport.policy
         layouts = [item.layout for item in plan.items]
-        self.formats = [format_of(policy.gather, policy.block, item.layout, item.dtype) for item in plan.items]
+        self.formats = [_gather_format(policy, item) for item in plan.items]
         self.runs = rows_of(layouts, self.formats)
         widest = max(run.row.nbytes for run in self.runs)
         self.slots = Slots(tuple((run.ranks, widest if transport.padded_rows else run.row.nbytes) for run in self.runs))
@@ -110,7 +110,7 @@ class CompressedTransport(Transport):
             note_freed(self.residuals.pop(key), key[0], "residual")
 
     def for_gather(self, items: Sequence[GatherItem]) -> Transport:
-        formats = [format_of(self.policy.gather, self.policy.block, item.layout, item.dtype) for item in items]
+        formats = [_gather_format(self.policy, item) for item in items]
         return self._over if all(form.lossless for form in formats) else self
 
     def for_reduction(
@@ -242,6 +242,10 @@ class CompressedTransport(Transport):
             residual = self.residuals[fqn, first] = torch.zeros(shape, dtype=torch.float32, device=self.device)
             note_allocated(residual, fqn, "residual")
         return residual
+
+
+def _gather_format(policy: CompressionPolicy, item: GatherItem) -> WireFormat:
+    return format_of(policy.gather if item.compressible else None, policy.block, item.layout, item.dtype)
 
 
 def _unpack(plan: GatherPlan, rows: GatherRows, flats: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
