@@ -256,20 +256,17 @@ def joined_mesh(replicate: DeviceMesh, shard: DeviceMesh) -> DeviceMesh:
 def post_accumulate_grad_hooks(parameter: torch.Tensor) -> Iterable[Callable[[torch.Tensor], None]]:
     """The hooks that users' calls of `register_post_accumulate_grad_hook` put on a parameter."""
     hooks = parameter._post_accumulate_grad_hooks
-    return [hook for hook in hooks.values() if not hasattr(hook, _OF_ENGINE)] if hooks else ()
+    return [hook for key, hook in hooks.items() if key != _OF_ENGINE] if hooks else ()
 
 
 def put_engine_hook(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
-    """Puts a hook on a parameter, once, that autograd runs when it accumulates there, and that counts as no user's."""
-    setattr(hook, _OF_ENGINE, True)
-    hooks = parameter._post_accumulate_grad_hooks
-    if hook not in (hooks or {}).values():
-        parameter.register_post_accumulate_grad_hook(hook)
-    else:
-        parameter._post_accumulate_grad_hooks = hooks  # autograd has lost them where `module.to()` has swapped contents
+    """Puts a hook on a parameter that autograd runs when it accumulates there, and that counts as no user's."""
+    hooks = parameter._post_accumulate_grad_hooks or OrderedDict()
+    hooks[_OF_ENGINE] = hook
+    parameter._post_accumulate_grad_hooks = hooks  # autograd has lost them where `module.to()` has swapped contents
 
 
-_OF_ENGINE = "_shardkit_engine"  # on a function; the objects that users put as hooks may not be hashable
+_OF_ENGINE = -1  # a key that no hook of a user has
 
 
 def gradient_hooks(tensor: torch.Tensor) -> Iterable[Callable[[torch.Tensor], Any]]:
@@ -283,7 +280,7 @@ def has_gradient_hooks(tensor: torch.Tensor) -> bool:
     if tensor._backward_hooks:
         return True
     hooks = tensor._post_accumulate_grad_hooks
-    return bool(hooks) and not all(hasattr(hook, _OF_ENGINE) for hook in hooks.values())
+    return bool(hooks) and len(hooks) > (_OF_ENGINE in hooks)
 
 
 current_backward: Callable[[], int] = torch._C._current_graph_task_id
