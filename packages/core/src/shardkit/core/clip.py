@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardkit.core.engine.group import FSDPParamGroup
 from shardkit.core.mesh import device_of
@@ -25,6 +26,9 @@ from shardkit.core.parameters.param import sharded_counterpart
 from shardkit.core.torch_compat import foreach_norm, foreach_scale_, local_of
 
 __all__ = ["clip_grad_norm_", "grad_norm"]
+
+# The first of plain parameters whose norms were compared over ranks, and how many: once, as the host waits for it.
+_compared: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 Parameters = torch.Tensor | Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 
@@ -103,13 +107,16 @@ def grad_norm(
     plan = _Plan.of(distinct)
     with torch.no_grad():
         parts = [_measure(bucket, norm_type, plan, foreach) for bucket in plan.buckets]
-        plain = [index for index, bucket in enumerate(plan.buckets) if bucket.is_plain and plan.groups]
+        new = (one.plain is not None and _compared.get(one.plain) != len(one.entries) for one in plan.buckets)
+        plain = [index for index, is_new in enumerate(new) if is_new and plan.groups]
         own = [parts[index] for index in plain]
         plan.buckets += [replace(plan.buckets[index], groups=tuple(plan.groups)) for index in plain]
         parts += own
         plan.reduce(parts, dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM)
         for mine in reversed(own):
-            _warn_of_own_gradients(plan.buckets.pop(), mine, parts.pop(), norm_type)
+            bucket = plan.buckets.pop()
+            _compared[bucket.plain] = len(bucket.entries)
+            _warn_of_own_gradients(bucket, mine, parts.pop(), norm_type)
         norm = _combine(parts, norm_type, plan)
         if error_if_nonfinite and not bool(norm.isfinite()):
             raise RuntimeError(_nonfinite_message(plan, norm, norm_type))
@@ -123,7 +130,7 @@ class _Bucket:
     groups: tuple[tuple[int, ...], ...]  # the ranks of each process group to reduce over
     device: torch.device  # where the partial result is kept
     entries: list[tuple[str, torch.Tensor | None]] = field(default_factory=list)  # name, local gradient
-    is_plain: bool = False
+    plain: torch.Tensor | None = None  # the first of plain parameters
 
     def grads(self) -> list[torch.Tensor]:
         return [grad for _, grad in self.entries if grad is not None and grad.numel()]
@@ -158,7 +165,7 @@ class _Plan:
                 device = device or home
             if key not in buckets:
                 ranks = tuple(_group_of(mesh, axis, groups) for axis in axes)
-                buckets[key] = _Bucket(ranks, home, is_plain=not isinstance(parameter, DTensor))
+                buckets[key] = _Bucket(ranks, home, plain=None if isinstance(parameter, DTensor) else parameter)
             buckets[key].entries.append((name, _local_grad(name, parameter)))
         wide = any(parameter.dtype in (torch.float64, torch.complex128) for _, parameter in parameters)
         if device is None:
