@@ -282,13 +282,21 @@ def _(engine: Engine) -> Any:
     return engine.trained(model)
 
 
-@case(ARGUMENTS, "mixed_precision", "`keep_low_precision_grads`")
+@case(ARGUMENTS, "mixed_precision", "`keep_low_precision_grads`, also after `no_sync`")
 def _(engine: Engine) -> Any:
-    model = engine.wrap(
-        mixed_precision=engine.api.MixedPrecision(param_dtype=torch.bfloat16, keep_low_precision_grads=True)
-    )
-    model(batch(engine.rank, 0)[0]).float().sum().backward()
-    return {str(parameter.grad.dtype) for parameter in model.parameters() if parameter.grad is not None}
+    seen = []
+    for strategy in ("FULL_SHARD", "NO_SHARD"):
+        for param, reduce in ((torch.bfloat16, None), (torch.float16, torch.float32), (None, torch.float16)):
+            model = engine.wrap(
+                sharding_strategy=engine.api.ShardingStrategy[strategy],
+                mixed_precision=engine.api.MixedPrecision(param, reduce, keep_low_precision_grads=True),
+            )
+            with model.no_sync():
+                model(batch(engine.rank, 0)[0]).float().sum().backward()
+            for _ in range(2):  # the second adds to the first
+                model(batch(engine.rank, 0)[0]).float().sum().backward()
+            seen.append({str(parameter.grad.dtype) for parameter in model.parameters() if parameter.grad is not None})
+    return seen
 
 
 @case(ARGUMENTS, "ignored_modules", "a module")

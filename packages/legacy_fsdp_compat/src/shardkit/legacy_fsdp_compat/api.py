@@ -88,7 +88,7 @@ class MixedPrecision:
         param_dtype: dtype of the gathered parameters, and so of forward and backward.
         reduce_dtype: dtype of the gradient reduction; None means `param_dtype`.
         buffer_dtype: dtype of the buffers from the first forward on. State dicts hold the original dtype, except LOCAL.
-        keep_low_precision_grads: leave gradients in the dtype of the reduction.
+        keep_low_precision_grads: leave gradients in `param_dtype`, or with NO_SHARD in the dtype of the reduction.
         cast_forward_inputs: cast the inputs of a unit below the root to `param_dtype`.
         cast_root_forward_inputs: cast the inputs of the root to `param_dtype`.
         _module_classes_to_ignore: with an auto-wrap policy, modules of these classes become separate units without

@@ -206,7 +206,8 @@ class FullyShardedDataParallel(StateDictApi, OptimizerStateApi, nn.Module):
             self.mixed_precision.param_dtype,
             lambda param: param in mine,
         )
-        self._precision.keep_low_precision_gradients(self._unit)
+        is_sharded = self.sharding_strategy is not ShardingStrategy.NO_SHARD
+        self._precision.keep_low_precision_gradients(self._unit, is_sharded)
 
     def _check_uniform_requires_grad(self) -> None:
         frozen = [one.name for one in self._unit.parameters if not one.sharded.requires_grad]

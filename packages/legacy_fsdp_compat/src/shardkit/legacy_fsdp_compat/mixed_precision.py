@@ -60,9 +60,11 @@ class UnitPrecision:
                     fqn = clean_name(f"{prefix}.{name}" if prefix else name)
                     self._buffers.append((module, name, fqn, buffer.dtype))
 
-    def keep_low_precision_gradients(self, unit: Unit) -> None:
-        """Casts delivered gradients back to the dtype in which they were reduced."""
-        dtype = self.mixed.reduce_dtype or self.mixed.param_dtype
+    def keep_low_precision_gradients(self, unit: Unit, is_sharded: bool) -> None:
+        """Casts delivered gradients to the dtype of the computation, or with NO_SHARD to that of the reduction."""
+        dtype = self.mixed.param_dtype
+        if not is_sharded:
+            dtype = self.mixed.reduce_dtype or dtype
         if not self.mixed.keep_low_precision_grads or dtype is None:
             return
 
