@@ -241,7 +241,8 @@ def _stages(count: int) -> list[Stage]:
     return [Stage() for _ in range(count)]
 
 
-def _pipelined(api: Any, schedule: str, stages_per_rank: int) -> dict[str, Tensor]:
+def _pipelined(api: Any, schedule: str, stages_per_rank: int, calls: int = 1) -> dict[str, Tensor]:
+    """Gradients of three steps; with several `calls` in each, the last one reduces the gradients of all."""
     mesh = rank_mesh((2, dist.get_world_size() // 2), ("pp", "dp"))
     pp, dp = mesh["pp"], mesh["dp"]
     count = 2 * stages_per_rank
@@ -261,13 +262,15 @@ def _pipelined(api: Any, schedule: str, stages_per_rank: int) -> dict[str, Tenso
     optimizers = [torch.optim.SGD(stage.submod.parameters(), lr=0.1) for stage in stages]
     has_first, has_last = 0 in indices, count - 1 in indices
     for step in range(3):
-        inputs, target = _batch(dp.get_local_rank(), step)
         losses: list[Tensor] = []
-        runner.step(
-            *([inputs] if has_first else []),
-            target=target if has_last else None,
-            losses=losses if has_last else None,
-        )
+        for call in range(calls):
+            inputs, target = _batch(dp.get_local_rank(), step * calls + call)
+            runner.step(
+                *([inputs] if has_first else []),
+                target=target if has_last else None,
+                losses=losses if has_last else None,
+                **({"finalize_gradients": call == calls - 1} if calls > 1 else {}),
+            )
         for micro, loss in enumerate(losses):
             trace[f"step {step}: loss {micro}"] = loss.detach()
         for index, stage, optimizer in zip(indices, stages, optimizers, strict=True):
@@ -333,6 +336,18 @@ def test_pipelining(rank: int, world_size: int, schedule: str, stages_per_rank: 
     assert {label for label in seen if "full" in label} <= reference.keys()
     for label in reference.keys() & seen.keys():
         torch.testing.assert_close(seen[label], reference[label], rtol=1e-4, atol=1e-6, msg=label)
+
+
+@pytest.mark.skipif(torch.__version__ < (2, 15), reason="the option came with torch 2.15")
+@pytest.mark.parametrize(("schedule", "stages_per_rank"), [("Schedule1F1B", 1), ("ScheduleInterleavedZeroBubble", 2)])
+@on_ranks(2)
+def test_pipelining_reduces_gradients_of_several_calls(
+    rank: int, world_size: int, schedule: str, stages_per_rank: int
+) -> None:
+    expected, seen = (_pipelined(api, schedule, stages_per_rank, calls=2) for api in (stock, shardkit))
+    assert expected.keys() == seen.keys()
+    for label in expected:
+        assert torch.equal(expected[label], seen[label]), label
 
 
 # -- torchtitan --------------------------------------------------------------------------------------------------------

@@ -79,7 +79,7 @@ def test_custom_collectives(rank: int, world_size: int) -> None:
     expected = _gradients(plain, rank)
     for gathers, reduces in [(True, False), (False, True), (True, True)]:
         model = _model(shardkit, mesh=mesh)
-        all_gather, reduce_scatter = CountingAllGather(), RankOrderReduceScatter()
+        all_gather, reduce_scatter = CountingAllGather(), MoreThanAsked()
         if gathers:
             model[0].set_custom_all_gather(all_gather)
         if reduces:
@@ -124,6 +124,13 @@ def test_a_change_between_forward_and_backward_takes_effect_at_the_next_gather(r
     _gradients(model, rank)
     assert [one.calls for one in reductions] == [2, 1]
     _assert_full(model, _mean_gradients(range(world_size)))
+
+
+class MoreThanAsked(RankOrderReduceScatter):
+    """A user's object may have methods of its own, as upstream's own are to get: nobody here calls them."""
+
+    def layout(self, *unknown: Any) -> None:
+        raise AssertionError("it is not ours to call")
 
 
 class Wrong(CountingAllGather, RankOrderReduceScatter):

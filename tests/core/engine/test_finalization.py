@@ -197,3 +197,14 @@ def test_kept_storage_has_one_address(rank: int, world_size: int) -> None:
     assert [any(of_group) for of_group in sizes] == [True, False, True]
     model.set_keep_unsharded_storage(False)
     assert not any(flat.untyped_storage().size() for param in kept for flat in param.flats)
+
+
+@on_ranks(2)
+def test_reset_keeps_or_drops_delivered_gradients_as_stock_does(rank: int, world_size: int) -> None:
+    kept = []
+    for api in (stock, shardkit):
+        model = _model(api)
+        _backward(model, 0)
+        model.reset_iter_state()
+        kept.append([parameter.grad is not None for parameter in model.parameters()])
+    assert kept[0] == kept[1]

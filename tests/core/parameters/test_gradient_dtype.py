@@ -143,7 +143,10 @@ def test_grad_dtype_outlives_casts_and_loads(rank: int, world_size: int) -> None
         assert torch.equal(model.weight.grad.to_local(), before)
         assert model.bias.grad.dtype == torch.float64
         model.zero_grad()
-    model.load_state_dict({fqn: tensor.float() for fqn, tensor in model.state_dict().items()}, assign=True)
+    loaded = {fqn: nn.Parameter(tensor.float()) for fqn, tensor in model.state_dict().items()}
+    loaded["weight"].grad_dtype = torch.float64
+    model.load_state_dict(loaded, assign=True)
+    assert model.weight is loaded["weight"]
     model(torch.randn(3, 8)).sum().backward()
     assert (model.weight.grad.dtype, model.bias.grad.dtype) == (BFLOAT16, FLOAT32)
 

@@ -147,8 +147,8 @@ class FSDPModule(StockFSDPModule):
         """Recovers from an exception in forward or backward: call it on the root, then run the next iteration.
 
         Waits for communication in flight, reshards every module, and drops unsharded gradients, including those
-        accumulated without sync or without all-reduce. Sharded gradients stay, even those of the failed iteration: call
-        `optimizer.zero_grad()`.
+        accumulated without sync or without all-reduce. Sharded gradients stay before torch 2.15, even those of the
+        failed iteration: call `optimizer.zero_grad()`.
 
         Raises:
             RuntimeError: if this module is not the root, or if the finalization of another root that shares the

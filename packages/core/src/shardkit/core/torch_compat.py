@@ -35,6 +35,7 @@ from torch.utils.hooks import RemovableHandle
 __all__ = [
     "CheckpointStorageInfo",
     "GRAD_DTYPE_DECIDES",
+    "RESET_DROPS_GRADIENTS",
     "NOTES_ON_MODULES",
     "PARAMETER_FLAG",
     "RUNS_SUBCLASSES",
@@ -118,6 +119,8 @@ _STOCK_PARTS = "torch.distributed.fsdp._fully_shard"
 StockGradientReductionHandle: Any = getattr(stock_fsdp, "GradientReductionHandle", object)
 GRAD_DTYPE_DECIDES = StockGradientReductionHandle is not object
 """Whether stock sums gradients in the parameters' `grad_dtype` where `reduce_dtype` is None."""
+RESET_DROPS_GRADIENTS = GRAD_DTYPE_DECIDES
+"""Whether stock's `reset_iter_state` drops sharded gradients, too."""
 
 RUNS_SUBCLASSES = torch.__version__ >= (2, 12)  # type: ignore[operator]  # torch declares a str
 """Whether torch calls the `__torch_dispatch__` of a subclass of DTensor; 2.11 runs its own operators in its place."""

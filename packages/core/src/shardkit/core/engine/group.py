@@ -47,7 +47,13 @@ from shardkit.core.runtime.choice import Transports
 from shardkit.core.runtime.lanes import Ticket
 from shardkit.core.runtime.plan import ReducePlan
 from shardkit.core.stock_names import GROUP_NAMES, answers_stock_names
-from shardkit.core.torch_compat import current_backward, outside_transforms, set_grad_enabled, versions_of
+from shardkit.core.torch_compat import (
+    RESET_DROPS_GRADIENTS,
+    current_backward,
+    outside_transforms,
+    set_grad_enabled,
+    versions_of,
+)
 
 __all__ = ["FSDPParamGroup", "GroupUser", "Phase", "Residence"]
 
@@ -545,4 +551,6 @@ class FSDPParamGroup:
             self.transports[1].forget_residuals()
         for param in self.params:
             param.forget_gradients()
+            if RESET_DROPS_GRADIENTS:
+                param.sharded_param.grad = None
         self.phase = Phase.IDLE

@@ -188,13 +188,17 @@ class FSDPParam:
 
     # -- changes by the user: registration.py, Note [One sweep] --------------------------------------------------------
 
-    def adopt_parameter(self, parameter: nn.Parameter) -> None:
-        """Takes another DTensor like the sharded parameter for it; `adopt_shard` must follow for the shard in it."""
+    def adopt_parameter(self, parameter: nn.Parameter, *, loading: bool) -> None:
+        """Takes another DTensor like the sharded parameter for it; `adopt_shard` must follow for the shard in it.
+
+        One that is loaded brings values, and not its `grad_dtype` in the place of one that the user has set.
+        """
         old = cast(DTensor, self.sharded_param)
         take_meaning(cast(DTensor, parameter), old)
         _became[self.sharded_param] = weakref.ref(self)  # an optimizer may hold it still
         _became.pop(parameter, None)  # where one that was replaced comes back
-        self.gradient_dtype.note(parameter)
+        if not (loading and self.gradient_dtype.is_set):
+            self.gradient_dtype.note(parameter)
         self._note_dtypes()
         self.gradient_dtype.put_on(parameter)
         self.sharded_param = parameter

@@ -145,7 +145,7 @@ def take_over(param: FSDPParam, *, loading: bool) -> bool:
     parameter = _replacement(param, loading=loading)
     if parameter is not None:
         _check_replacement(param, parameter)
-        param.adopt_parameter(parameter)
+        param.adopt_parameter(parameter, loading=loading)
     local = local_of(param.sharded_param)
     if local is not param.local_tensor or (param.subclass is None and HOOK in local.__dict__):
         param.origin = param.sharded_param.untyped_storage()
