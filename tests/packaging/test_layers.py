@@ -15,6 +15,7 @@ LAYERS: list[set[str]] = [
     {
         "digests",
         "events",
+        "logs",
         "mesh",
         "observers",
         "policies",

@@ -12,6 +12,8 @@ import os
 import warnings
 from importlib.metadata import entry_points
 
+from shardkit.core.logs import start_logs
+
 __all__ = ["start_observers"]
 
 _GROUP = "shardkit.observers"
@@ -23,7 +25,7 @@ _started: set[tuple[str, str]] = set()
 
 @functools.cache
 def start_observers() -> None:
-    """Starts the observers that the environment requests, each once in a process.
+    """Starts the observers and logs that the environment requests, each once in a process.
 
     Raises:
         Any exception of an observer, for example for a setting that it cannot read. The next call tries it again.
@@ -31,6 +33,7 @@ def start_observers() -> None:
     wanted = {name for name in _EXPECTED if _asked_for(name)}
     if not wanted and not any(name.startswith(_PREFIX) for name in os.environ):
         return
+    start_logs()
     for entry in entry_points(group=_GROUP):
         if _asked_for(entry.name):
             wanted.discard(entry.name)

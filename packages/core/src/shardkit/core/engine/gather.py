@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -25,6 +26,8 @@ from shardkit.core.runtime.shared.segment import shared_if_possible
 from shardkit.core.torch_compat import versions_of
 
 __all__ = ["GatherPlans", "gather_bytes", "gather_kept", "gather_sharded", "share_shards"]
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,6 +93,8 @@ def _prepare(group: Gathered) -> tuple[Transports, GatherPlans]:
         with events.Waiting(group.label, "set-up"):
             transports = communication.transports(group.mesh.shard_group, group.device, group.label)
         chosen = group.transports = communication, transports
+        names = [None if one is None else one.name for one in (transports.gather, transports.reduce)]
+        _LOG.debug("%s: gathers through %s, reduces through %s", group.label, *names)
     if group.plans is None:
         for param in group.params:
             param.check_ready()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import warnings
 import weakref
 from collections import defaultdict
@@ -37,6 +38,8 @@ class RootedState(ScheduledState, Protocol):
 
 live_roots: weakref.WeakSet[RootedState] = weakref.WeakSet()
 """The states that have begun as roots."""
+
+_LOG = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
@@ -101,6 +104,8 @@ def initialise_root(root: RootedState, *, same_names: bool = True) -> None:
 
         module.register_forward_pre_hook(check_replicas, prepend=True)
     root.schedule.set_states(states)
+    count = sum(len(group.params) for group in groups)
+    _LOG.info("%s is a root: %d parameters in %d groups of %d calls", root.fqn, count, len(groups), len(states))
     if events.hub.active:
         events.emit(events.RootReady(module))
 

@@ -25,6 +25,7 @@ finds parameters half-filled by a gather in flight.
 from __future__ import annotations
 
 import functools
+import logging
 import sys
 import threading
 import weakref
@@ -75,6 +76,8 @@ from shardkit.core.torch_compat import (
 )
 
 __all__ = ["FSDPState", "finalize_backward", "reset", "state_of"]
+
+_LOG = logging.getLogger(__name__)
 
 
 def state_of(module: nn.Module) -> FSDPState | None:
@@ -709,6 +712,7 @@ def finalize_backward(schedule: Schedule[FSDPState]) -> Finalization:
 def reset(schedule: Schedule[FSDPState]) -> None:
     """Forgets a failed iteration: nothing is in flight, everything is sharded, unsharded gradients are dropped."""
     context = schedule.context
+    _LOG.info("reset_iter_state: the iteration is dropped")
     if isinstance(context.finalization, Finalization) and not context.finalization.belongs_to(schedule):
         schedule.refuse_during_finalization("reset_iter_state was called")
     context.finalization = None
