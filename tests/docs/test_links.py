@@ -103,6 +103,12 @@ def test_named_tests_are_there():
     assert {str(page): names for page, names in found.items() if names} == {}
 
 
+def test_each_difference_has_a_test():
+    page = (ROOT / "docs/explanation/differences.md").read_text()
+    section = page.partition("## Different\n")[2].partition("\n## ")[0]
+    assert len(_NAMED_TEST.findall(section)) == len(re.findall(r"^\|", section, re.MULTILINE)) - 2  # the table's head
+
+
 def test_a_named_test_that_is_not_there_is_found():
     text = "tests/docs/test_links.py::test_named_tests_are_there, tests/docs/test_links.py::test_made_up, tests/gone.py"
     assert [*missing_tests(text)] == ["tests/docs/test_links.py::test_made_up", "tests/gone.py"]

@@ -11,7 +11,7 @@ import inspect
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -501,6 +501,27 @@ def _(engine: Engine) -> Any:
 def _(engine: Engine) -> Any:
     model = engine.wrap(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)))
     return model[1].out_features, hasattr(model, "nothing"), model.training
+
+
+class _Pair(NamedTuple):
+    first: Tensor
+    second: Tensor
+
+
+class _OfPairs(nn.Linear):
+    def forward(self, pair: _Pair) -> _Pair:
+        return _Pair(super().forward(pair.first), pair.second)
+
+
+@case(METHODS, "forward", "named tuples in and out, with a backward hook")
+def _(engine: Engine) -> Any:
+    model, seen = engine.wrap(_OfPairs(4, 4), auto_wrap_policy=None), []
+    model.register_full_backward_hook(lambda module, into, out: seen.append((*into, *out)))
+    x = batch(engine.rank, 0)[0].requires_grad_()
+    for _ in range(2):
+        pair = model(_Pair(x, x))
+        (pair.first.sum() + pair.second.square().sum()).backward()
+    return type(pair) is _Pair, seen, x.grad, engine.gradients(model)
 
 
 @case(METHODS, "params", "its type", "same")

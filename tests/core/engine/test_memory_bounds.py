@@ -470,6 +470,7 @@ def test_reshard_after_forward_to_neighbours(rank: int, world_size: int) -> None
             loss = model(torch.randn(2, WIDTH)).square().sum()
             kept = sum(tensor.numel() * tensor.itemsize for param in params for tensor in param.kept)
             assert (meter.block_bytes, meter.root_bytes, kept) == (BLOCK_BYTES, 0, BLOCKS * BLOCK_BYTES // 2)
+            assert all(parameter.device_mesh.size() == world_size for parameter in model.blocks[0].parameters())
             loss.backward()
             assert (meter.block_bytes, meter.root_bytes) == (0, 0)
             assert not any(param.kept for param in params)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shardkit.core import fully_shard
+from shardkit.core import fully_shard, register_fsdp_forward_method
 from tests.support import on_ranks, rank_mesh, run_ranks
 from tests.support.meshes import networked_mesh
 from tests.support.twins import Twins, batch
@@ -424,6 +424,29 @@ def _two_threads(rank: int, world_size: int) -> str:
 def test_a_second_forward_in_another_thread_is_refused() -> None:
     for message in run_ranks(2, _two_threads):
         assert "forward of 'FSDPAround' begins, but the forward of 'FSDPAround' has not ended" in message
+
+
+class _Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, times: int = 2) -> Tensor:
+        return self.linear(x) if times == 1 else self(self.linear(x), times - 1)
+
+    def twice(self, x: Tensor) -> Tensor:
+        return self(self(x, 1), 1)
+
+
+@on_ranks(2)
+def test_a_root_that_calls_itself(rank: int, world_size: int) -> None:
+    twins = Twins.of(rank, world_size, _Twice, fully_shard)
+    with pytest.raises(RuntimeError, match=r"forward of 'FSDP_Twice' begins, .* has not ended .*calls itself"):
+        twins.sharded(batch(rank, 2, 8))
+    twins.sharded.reset_iter_state()
+    register_fsdp_forward_method(twins.sharded, "twice")
+    for _ in range(2):
+        twins.step(lambda model, rank: model.twice(batch(rank, 2, 8)).square().sum())
 
 
 class _Prompted(nn.Module):

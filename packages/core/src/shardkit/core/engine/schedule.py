@@ -208,7 +208,8 @@ class Schedule(Generic[_S]):
             if self.forward.raised:
                 return f"the forward of '{root.fqn}' before it raised an error"
             if not inside:
-                return f"the forward of '{root.fqn}' has not ended (it was interrupted, or runs in another thread)"
+                cause = "it was interrupted, runs in another thread, or calls itself"
+                return f"the forward of '{root.fqn}' has not ended ({cause})"
         if self.backward is not None and not in_backward():  # autograd has dropped the end that was queued
             name = next((f", of '{state.fqn}'," for state in self.all_states), "")
             return f"the backward before it{name} never ended (it raised an error, or was interrupted)"
