@@ -112,6 +112,16 @@ def _on_a_side_stream(run: Run) -> None:
     main.wait_stream(side)
 
 
+def _backwards_on_two_streams(run: Run) -> None:
+    """The main stream waits for reductions of gradients that the other stream has made, which goes on meanwhile."""
+    run.model.set_is_last_backward(False)
+    _on_a_side_stream(run)
+    run.model.set_is_last_backward(True)
+    whole_step(run)
+    with torch.get_device_module("sim").stream(_side_stream(run)):
+        torch.zeros(64, device="sim")
+
+
 def _unshard_here_compute_there(run: Run) -> None:
     unshard_ahead(run.model)
     _on_a_side_stream(run)
@@ -136,6 +146,33 @@ def _evaluate_between(run: Run) -> None:
     optimize(run)
     with torch.no_grad():
         run.model(torch.zeros(4, device="sim"))
+
+
+def _write_between(run: Run) -> None:
+    """Backward gathers what was written after forward."""
+    loss = run.model(torch.zeros(4, device="sim")).sum()
+    with torch.no_grad():
+        for param in run.model.parameters():
+            param.mul_(0.5)
+    loss.backward()
+
+
+def _sums_of_different_blocks(run: Run) -> None:
+    """HSDP: sums that wait for their all-reduce are of other parameters in each micro-batch."""
+    for number in range(3):
+        run.model.set_requires_all_reduce(number == 2)
+        run.model.order = [index for index in range(5) if (index + number) % 3]
+        whole_step(run)
+
+
+def _chunk_by_chunk(run: Run) -> None:
+    """The last block, which shares a call with the one before, runs on its own: a backward for each of three chunks."""
+    run.model.order = [0, 1, 2, 3]
+    hidden = run.model(torch.zeros(4, device="sim"))
+    leaf = hidden.detach().requires_grad_()
+    for _ in range(3):
+        run.model.blocks[4](leaf).sum().backward()
+    hidden.backward(leaf.grad)
 
 
 def _two_forwards(run: Run) -> None:
@@ -292,6 +329,7 @@ CONFIGURATIONS: list[Configuration] = [
     configuration("HSDP, all-reduce of the last micro-batch", replicas=2, step=all_reduce_once),
     configuration("HSDP, partial sums are dropped", replicas=2, step=_drops_partial_sums, on_stock=False),
     configuration("HSDP, 3 input buffers", replicas=2, prepare=three_buffers),
+    configuration("HSDP, sums of different blocks", replicas=2, step=_sums_of_different_blocks, on_stock=False),
     configuration("accumulation", step=accumulating),
     configuration("accumulation, bf16", step=accumulating, mixed=True),
     configuration("a gradient waits beside a reduction", step=_waits_beside_a_reduction),
@@ -320,6 +358,9 @@ CONFIGURATIONS: list[Configuration] = [
     configuration("optimizer in backward, HSDP", prepare=_in_backward, replicas=2),
     configuration("optimizer in backward, HSDP, not the last", prepare=_in_backward, replicas=2, step=_not_the_last),
     configuration("side stream", step=_on_a_side_stream),
+    configuration("backwards on two streams", step=_backwards_on_two_streams, on_stock=False),
+    configuration("shards written between forward and backward", step=_write_between, on_stock=False),
+    configuration("chunk by chunk", together=(3, 4), step=_chunk_by_chunk, on_stock=False),
     configuration("unshard ahead, forward on another stream", step=_unshard_here_compute_there),
     configuration(
         "tensor subclass, unshard ahead, forward on another stream",
@@ -342,6 +383,12 @@ CONFIGURATIONS: list[Configuration] = [
     configuration("interrupted forward", step=_interrupted, on_stock=False),
     configuration("all-reduce hook", prepare=_hook(stream=False), replicas=2),
     configuration("all-reduce hook on a stream", prepare=_hook(stream=True)),
+    configuration(
+        "all-reduce hook on a stream, sums in bf16",
+        prepare=_hook(stream=True),
+        options={"mp_policy": ours.MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)},
+        on_stock=False,
+    ),
     configuration("reduce-scatters on their own group", prepare=_separate_group),
     configuration("custom collectives", prepare=_custom),
     configuration("optimizer on another stream", step=_optimizer_on_a_stream),

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from tests.simulation.scenarios import COMPARISONS, Measured, measure, measured, named
-from tests.simulation.training import SHARDS
+from tests.simulation.timeline import Costs, Timeline, holds_gathered
+from tests.simulation.training import BLOCK, SHARDS, Scenario, started, whole_step
 
 # Forward and backward of every step of stock's engine, as worked out by hand: 8 blocks, forward 10 and backward 20
 # each, all-gather 8, reduce-scatter 8, unless the name tells otherwise.
@@ -109,6 +110,24 @@ def test_bf16_gradients_that_travel_as_bf16_cost_less_between_hosts(on_device: C
     cast, narrow = (on_device(measured, one, "ours") for one in (name, f"{name}, sent as bf16"))
     assert narrow.forward == cast.forward
     assert all(one < other for one, other in zip(narrow.backward, cast.backward, strict=True))
+
+
+def gathered_after_backwards() -> list[int]:
+    """Bytes that are still gathered when each of three backwards ends, of a forward that runs a part of a group."""
+    held, timeline = [], Timeline(Costs())
+    scenario = Scenario("a part of a group", blocks=(BLOCK,) * 4, together=(2, 3))
+    with started(scenario, "ours", timeline, timeline.clock) as run:
+        for number in range(3):
+            run.model.set_requires_gradient_sync(number == 2)
+            run.model.set_is_last_backward(number == 2)
+            run.model.order = [0, 1, 2]
+            whole_step(run)
+            held.append(sum(one.nbytes for one in run.simulation.memory.live if holds_gathered(one)))
+    return held
+
+
+def test_a_backward_that_is_not_the_last_leaves_nothing_gathered(on_device: Callable[..., Any]) -> None:
+    assert on_device(gathered_after_backwards) == [0, 0, 0]
 
 
 NAMES = [one.name for one in COMPARISONS]

@@ -121,9 +121,9 @@ def unshard_ahead(stage: Any) -> list[Any]:
 class Scenario:
     """A model, how it is sharded and how it is stepped.
 
-    `in_root`: blocks that the root's own group holds. `options`: more of `fully_shard`; `our_options`: those that stock
-    does not have. `build` runs before sharding and `prepare` after it; `order` before each step, with its number and
-    the number of blocks.
+    `in_root`: blocks that the root's own group holds; `together`: blocks of one call. `options`: more of `fully_shard`;
+    `our_options`: those that stock does not have. `build` runs before sharding and `prepare` after it; `order` before
+    each step, with its number and the number of blocks.
     """
 
     name: str
@@ -131,6 +131,7 @@ class Scenario:
     replicas: int = 1
     stages: int = 1
     in_root: tuple[int, ...] = ()
+    together: tuple[int, ...] = ()
     shards: int = SHARDS
     mixed: bool = False
     offload: dict[str, Any] | None = None
@@ -180,8 +181,10 @@ def _shard(run: Run, model: Any, mesh: DeviceMesh) -> None:
     if scenario.offload is not None:
         options["offload_policy"] = run.engine.CPUOffloadPolicy(**scenario.offload)
     for index, block in enumerate(model.blocks):
-        if index not in scenario.in_root:
+        if index not in (*scenario.in_root, *scenario.together):
             run.engine.fully_shard(block, **options)
+    if scenario.together:
+        run.engine.fully_shard([model.blocks[index] for index in scenario.together], **options)
     run.engine.fully_shard(model, **options)
 
 
