@@ -20,8 +20,6 @@ NOT_FOR_USERS = {
     "shardkit.legacy_fsdp_compat.__getattr__": "Python's own words for a name that a module lacks",
     "shardkit.tools.__getattr__": "Python's own words for a name that a module lacks",
     "shardkit.tools.torch_compat.FakeTensors._pictured": "caught in the same file",
-    "shardkit.weights.boxes._box": "caught in the same file",
-    "shardkit.weights.boxes._size": "caught in the same file",
 }
 
 # Functions that raise an error made elsewhere, again or with a prefix, with the reason.

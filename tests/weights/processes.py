@@ -81,7 +81,7 @@ def _stop_at(number: int, by: int) -> None:
 
     async def counted(self: Connection, message: dict[str, Any], data: memoryview | None = None) -> None:
         nonlocal count
-        count += 1
+        count += message.get("op") != "beat"
         if count == number and data is not None:  # in the middle of a bucket
             await send(self, message, None)
             await self._loop.sock_sendall(self._socket, data[: len(data) // 2])

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from shardkit.weights.boxes import Held, Wanted
-from shardkit.weights.packing import describe, pack, unpack
+from shardkit.weights.packing import Values, describe, pack, unpack
 from shardkit.weights.plan import Provided, buckets, plan
 from tests.weights.layouts import boxes, layouts, slices
 
@@ -22,7 +22,7 @@ def test_values_are_equal_over_any_two_layouts(there, here, dtype, limit):
     senders, sources = {}, []
     for rank, mine in enumerate(boxes(shape, placements, mesh)):
         senders[rank] = [Held(name, dtypes[name], shape, mine) for name in full]
-        sources.append({name: [(box, full[name][slices(box)].clone()) for box in mine] for name in full})
+        sources.append({name: [Values(box, full[name][slices(box)].clone()) for box in mine] for name in full})
     _, other, ranks = here
     other = [one for one in other if getattr(one, "dim", 0) < len(shape)] or [other[0]]
     if getattr(other[0], "dim", 0) >= len(shape):
@@ -49,7 +49,7 @@ def test_a_model_is_described_in_the_dtype_that_is_sent():
         "running_mean.2": "bfloat16",
         "num_batches_tracked.2": "int64",
     }
-    assert source["weight"][0][1].data_ptr() == model.weight.data_ptr()
+    assert source["weight"][0].tensor.data_ptr() == model.weight.data_ptr()
 
 
 def test_two_tensors_of_one_name_are_refused():

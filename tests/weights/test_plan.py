@@ -1,6 +1,7 @@
 """The plan of who sends what: each wanted element once, from a rank that has it, evenly shared."""
 
 import itertools
+import json
 from collections import Counter
 
 import numpy as np
@@ -40,25 +41,6 @@ def test_each_wanted_element_is_sent_once_by_a_rank_that_holds_it(layout, data):
     expected = np.zeros(shape, dtype=int)
     expected[slices(want.box)] = 1
     assert (count == expected).all()
-
-
-@given(st.lists(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 4)), min_size=2, max_size=2), max_size=6))
-def test_boxes_that_overlap_in_part_are_covered_once_or_reported(found):
-    """No placement makes such; senders of two meshes with one name may."""
-    held_boxes = [tuple((start, start + length) for start, length in one) for one in found]
-    provided = Provided({rank: [Held("w", "float32", (7, 7), (one,))] for rank, one in enumerate(held_boxes)})
-    there = np.zeros((7, 7), dtype=int)
-    for one in held_boxes:
-        there[slices(one)] = 1
-    want = Wanted("w", ((1, 5), (1, 5)), whole=False)
-    if not held_boxes or not there[1:5, 1:5].all():
-        with pytest.raises(ValueError, match="no sender"):
-            plan(provided, [want])
-        return
-    count = np.zeros((7, 7), dtype=int)
-    for piece in itertools.chain(*plan(provided, [want]).values()):
-        count[slices(piece.box)] += 1
-    assert count.sum() == 16 and (count[1:5, 1:5] == 1).all()
 
 
 @pytest.mark.parametrize("model", LLAMAS)
@@ -105,7 +87,7 @@ def test_a_box_is_cut_into_parts_that_fit(bounds, most):
         (Wanted("v", ((0, 4),), whole=True), "v: no sender has this tensor"),
         (Wanted("w", ((0, 4),), whole=True), r"w: wanted as a whole of shape \(4,\), its shape is \(4, 6\)"),
         (Wanted("w", ((0, 5), (0, 6)), whole=False), r"wanted \[0:5, 0:6\], which does not lie within"),
-        (Wanted("w", ((0, 4), (0, 6)), whole=False), r"w: no sender holds the elements \[2:4, 0:6\]"),
+        (Wanted("w", ((0, 4), (0, 6)), whole=False), r"w: senders hold 12 of the 24 elements in \[0:4, 0:6\]"),
     ],
 )
 def test_wants_that_nobody_provides_are_named(want, words):
@@ -114,9 +96,16 @@ def test_wants_that_nobody_provides_are_named(want, words):
         plan(provided, [want])
 
 
-def test_senders_that_disagree_are_named():
-    with pytest.raises(ValueError, match="w: sender 1 holds float16 of shape"):
-        Provided({0: [Held("w", "float32", (4,), ())], 1: [Held("w", "float16", (4,), ())]})
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (Held("w", "float16", (4,), ()), "w: sender 1 holds float16 of shape"),
+        (Held("w", "float32", (4,), (((1, 4),),)), r"w: some senders hold parts that overlap, such as \[0:2\]"),
+    ],
+)
+def test_senders_that_disagree_are_named(other, words):
+    with pytest.raises(ValueError, match=words):
+        Provided({0: [Held("w", "float32", (4,), (((0, 2),),))], 1: [other]})
 
 
 @pytest.mark.parametrize(
@@ -128,8 +117,4 @@ def test_senders_that_disagree_are_named():
     ],
 )
 def test_descriptions_survive_the_wire(values):
-    coded = encode(values)
-    assert decode(type(values[0]), coded) == values
-    for bad in (None, [[1]], [[*coded[0], 0]], [["w", "float32", -1, 2]], [["w", "float32", [[3, 1]], 0]]):
-        with pytest.raises(ValueError, match="expected a list of"):
-            decode(type(values[0]), bad)
+    assert decode(type(values[0]), json.loads(json.dumps(encode(values)))) == values

@@ -101,6 +101,8 @@ def test_names_are_renamed_or_left_out():
     [
         (lambda one: Target("w", (slice(0, 3), slice(None)), one), r"the region has shape \(3, 4\), expected \(2, 4\)"),
         (lambda one: Target("w", (slice(0, 2),), one), "expected 2 slices without a step"),
+        (lambda one: Target("w", (slice(-2, None), slice(None)), one), "from the beginning of each dim"),
+        (lambda one: Target("w", None, one.to("meta")), "w: its tensor is on the meta device"),
         (lambda one: Target("w", FlatRegion.of((3, 4), 0, 6), one), r"w: the region has shape \(6,\)"),
         (lambda _: targets_for(Engine(), {"*.qkv.weight": Cut(0)}), "match no parameter of Engine"),
         (lambda _: targets_for(Engine(), {"norm.weight": Stack(Part("a", 3))}), "have 3 rows on this rank, expected 4"),

@@ -2,7 +2,9 @@
 
 import contextlib
 import os
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection as Pipe
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard as stock_fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from shardkit.core import Blocks, Owned, fully_shard
+from shardkit.core import Blocks, CPUOffloadPolicy, Owned, fully_shard
 from shardkit.weights import (
     Cut,
     Part,
@@ -23,6 +25,7 @@ from shardkit.weights import (
     targets_for,
     targets_of,
 )
+from shardkit.weights.packing import describe
 from tests.support import run_ranks
 from tests.weights.processes import Other, free_address
 
@@ -80,6 +83,8 @@ def shard(model: nn.Module, kind: str) -> nn.Module:
             setattr(
                 model.get_submodule(owner), leaf, nn.Parameter(distribute_tensor(parameter.data, mesh, [placement]))
             )
+    elif kind == "offload":
+        fully_shard(model, mesh=mesh, offload_policy=CPUOffloadPolicy())
     else:
         choose = {"owned": lambda one: Owned(), "blocks": lambda one: Blocks(elements=5)}.get(kind)
         fully_shard(model, mesh=mesh, shard_placement_fn=choose)
@@ -125,7 +130,9 @@ def receive(pipe: Pipe, number: int, address: str) -> None:
     pipe.send("right")
 
 
-@pytest.mark.parametrize("kind", ["fsdp", "hsdp", "owned", "blocks", "stock", "stock hsdp", "dtensors", "strided"])
+@pytest.mark.parametrize(
+    "kind", [*("fsdp", "hsdp", "owned", "blocks", "offload"), *("stock", "stock hsdp", "dtensors", "strided")]
+)
 def test_models_of_all_layouts(kind):
     shared, address = kind in ("fsdp", "stock"), free_address()
     with Other(receive, 0, address, shared=shared) as one, Other(receive, 1, address, shared=shared) as other:
@@ -178,5 +185,204 @@ def test_wants_that_nobody_has_are_refused_on_both_sides():
             assert "x: no sender" in sending.wait().failed["bad"]
         with WeightReceiver(address, bad[:1], timeout=20) as receiver:
             sender.send(2, async_op=True)
-            with pytest.raises(ValueError, match=r"w: sent as int64, its target is torch.float32"):
+            with pytest.raises(ValueError, match=r"w: sent as int64, its target is torch.float32; receive into"):
                 receiver.receive()
+
+
+class Adapted(nn.Module):
+    """A linear layer with adapters, with the attributes and names of peft 0.21."""
+
+    disable_adapters = merged = False
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base
+        self.lora_A = nn.ModuleDict({one: nn.Linear(base.in_features, 2, bias=False) for one in "ab"})
+        self.lora_B = nn.ModuleDict({one: nn.Linear(2, base.out_features, bias=False) for one in "ab"})
+        self.scaling, self.active_adapters = {"a": 2.0, "b": 0.5}, ["a", "b"]
+
+    def plain(self) -> torch.Tensor:
+        added = (self.scaling[one] * self.lora_B[one].weight @ self.lora_A[one].weight for one in "ab")
+        return self.base_layer.weight + sum(added)
+
+
+class Headed(nn.Module):
+    """A head that is trained beside the original, as peft wraps it."""
+
+    disable_adapters = False
+
+    def __init__(self, head: nn.Module) -> None:
+        super().__init__()
+        self.original_module, self.modules_to_save = head, nn.ModuleDict({"a": nn.Linear(6, 7)})
+        self.active_adapters = ["a"]
+
+
+def adapted() -> Trained:
+    model = trained()
+    model.q, model.o, model.head = Adapted(model.q), Adapted(model.o), Headed(model.head)
+    return model
+
+
+def send_adapters(rank: int, world_size: int, address: str) -> None:
+    model = adapted()
+    placements = {7: lambda one: Owned(), 8: lambda one: Blocks(elements=5)}
+    for layer in (model.q, model.o, model.k):
+        fully_shard(layer, shard_placement_fn=placements.get(len(layer.state_dict())))
+    fully_shard(model)
+    with WeightSender(model, address, merge_adapters=True, timeout=40, bucket=64) as sender:
+        sender.send(1)
+        alone = WeightSender(
+            model, address.replace("127.0.0.1", "127.0.0.2"), names=lambda n: n if "lora" in n else None
+        )
+        with alone:
+            alone.send(1)
+
+
+def test_adapters_are_merged_or_alone():
+    address = free_address()
+    full = adapted()
+    expected = {
+        "q.weight": full.q.plain(),
+        "o.weight": full.o.plain(),
+        "head.weight": full.head.modules_to_save.a.weight,
+        "k.bias": full.k.bias,
+        "o.bias": full.o.base_layer.bias,
+    }
+    alone = {name: one for name, one in full.state_dict().items() if "lora" in name}
+    there = {name: torch.zeros_like(one) for name, one in (expected | alone).items()}
+
+    def receive() -> None:
+        with WeightReceiver(address, targets_of({name: there[name] for name in expected}), timeout=40) as receiver:
+            receiver.receive()
+        other = address.replace("127.0.0.1", "127.0.0.2")
+        with WeightReceiver(other, targets_of({name: there[name] for name in alone}), timeout=40) as receiver:
+            receiver.receive()
+
+    with ThreadPoolExecutor() as threads:
+        receiving = threads.submit(receive)
+        run_ranks(3, send_adapters, address, timeout=120)
+        receiving.result()
+    for name, tensor in (expected | alone).items():
+        torch.testing.assert_close(there[name], tensor.detach(), msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("wrong", [{"fan_in_fan_out": True}, {"lora_variant": {"a": object()}}])
+def test_adapters_of_other_kinds_are_named(wrong):
+    model = adapted()
+    vars(model.q).update(wrong)
+    with pytest.raises(ValueError, match="'q': its adapter is not a product of two matrices"):
+        describe(model, str, None, merge=True)
+
+
+SIZE, BUCKET = 64 << 20, 4 << 20  # bytes
+
+
+def extra_memory(pipe: Pipe, kind: str, address: str) -> None:
+    """Tells how much more memory this process took for two versions than it had before."""
+    test_targets_of_all_kinds()  # pages of code that are touched for the first time
+    values = {"w": torch.ones(SIZE // 4, dtype=torch.float32)}
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+    before = memory("VmRSS")
+    if kind == "sender":
+        with WeightSender(values, address, receivers=3, timeout=40, bucket=BUCKET) as sender:
+            nbytes = [sender.send(version).nbytes for version in range(2)]
+            assert nbytes == [SIZE] * 2
+    else:
+        with WeightReceiver(address, targets_of(values), in_place=kind == "in place", timeout=40) as receiver:
+            assert [receiver.receive() for _ in range(2)] == [0, 1]
+    pipe.send(memory("VmHWM") - before)
+
+
+def memory(kind: str) -> int:
+    """Of this process, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(kind))
+
+
+def test_memory_is_two_buckets_on_either_side():
+    """And the size of the targets where a version is kept beside them."""
+    address = free_address()
+    with contextlib.ExitStack() as stack:
+        kinds = ["sender", "in place", "in place", "beside"]
+        others = [stack.enter_context(Other(extra_memory, one, address, shared=False)) for one in kinds]
+        extra = [one.says() for one in others]
+    slack = 6 << 20
+    for kind, seen in zip(kinds, extra, strict=True):
+        assert seen <= (SIZE if kind == "beside" else 0) + 2 * BUCKET + slack, (kind, seen)
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("shared", ["0", "1"])
+def test_a_sender_sends_the_same_bytes_to_any_number_of_receivers(count, shared, monkeypatch):
+    """Each receiver but the last passes them on."""
+    monkeypatch.setenv("SHARDKIT_SHARED_MEMORY", shared)
+    address = free_address()
+    values = {"w": torch.randn(1000), "v": torch.randn(10, 10)}
+    there = [{name: torch.zeros_like(one) for name, one in values.items()} for _ in range(count)]
+    with contextlib.ExitStack() as stack:
+        threads = stack.enter_context(ThreadPoolExecutor())
+        senders = [
+            stack.enter_context(
+                WeightSender(values, address, rank=rank, world_size=2, receivers=count, timeout=40, bucket=300)
+            )
+            for rank in range(2)
+        ]
+        receivers = [
+            stack.enter_context(WeightReceiver(address, targets_of(one), in_place=number % 2 == 1, timeout=40))
+            for number, one in enumerate(there)
+        ]
+        receiving = [threads.submit(one.receive) for one in receivers]
+        reports = list(threads.map(WeightSender.send, senders, [1, 1]))
+        assert [one.result() for one in receiving] == [1] * count
+        assert sum(one.nbytes for one in reports) == 4400
+        assert abs(reports[0].nbytes - reports[1].nbytes) < 440
+        assert sorted(one.passed_on for one in receivers) == [0, *[4400] * (count - 1)]
+        assert all(torch.equal(one[name], values[name]) for one in there for name in values)
+
+
+def test_targets_of_all_kinds():
+    """Views, inference tensors, other dtypes, no elements, no dims; two names of one tensor."""
+    address = free_address()
+    tied = torch.randn(6, 4)
+    values = {"a": tied, "b": tied, "none": torch.zeros(0, 3), "one": torch.tensor(3.0), "n": torch.arange(5)}
+    with torch.inference_mode():
+        frozen = torch.zeros(6, 4)
+    wide = torch.zeros(4, 12)
+    there = {
+        "a": frozen,
+        "b": wide.t()[::2],  # every other column
+        "none": torch.zeros(0, 3, dtype=torch.bfloat16),
+        "one": torch.tensor(0.0, dtype=torch.float64),
+        "n": torch.zeros(5, dtype=torch.int64),
+    }
+    with (
+        WeightSender(values, address, timeout=20) as sender,
+        WeightReceiver(address, targets_of(there), timeout=20) as receiver,
+    ):
+        sending = sender.send(1, async_op=True)
+        assert receiver.receive() == 1 and sending.wait().failed == {}
+    assert all(torch.equal(there[name], one.to(there[name].dtype)) for name, one in values.items())
+    assert not wide[:, 1::2].any()
+
+
+def test_versions_that_are_sent_without_waiting_do_not_mix():
+    address = free_address()
+    values = {name: torch.zeros(500) for name in "abc"}
+    there = {name: torch.zeros(500) for name in "abc"}
+    with (
+        WeightSender(values, address, timeout=40, bucket=256) as sender,
+        WeightReceiver(address, targets_of(there), timeout=40) as receiver,
+        ThreadPoolExecutor() as threads,
+    ):
+
+        def train() -> None:
+            for version in range(1, 20):
+                for one in values.values():
+                    one.fill_(version)
+                sender.send(version, async_op=True)
+
+        training = threads.submit(train)
+        for version in range(1, 20):
+            assert receiver.receive() == version
+            assert all((one == version).all() for one in there.values())
+        training.result()

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from shardkit.core.parameters.region import Run
 
-__all__ = ["Box", "Held", "Piece", "Wanted", "cut", "decode", "dtype_named", "encode", "intersection", "minus", "numel"]
+__all__ = ["Box", "Held", "Piece", "Wanted", "cut", "decode", "dtype_named", "encode", "intersection", "numel"]
+
+_T = TypeVar("_T")
 
 Box = tuple[Run, ...]
 """The indices [start, stop) of each dim; empty for a tensor of no dims, which has one element."""
@@ -57,11 +59,7 @@ def numel(box: Box) -> int:
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """The dtype of a name such as "bfloat16".
-
-    Raises:
-        ValueError: if torch has none.
-    """
+    """The dtype of a name such as "bfloat16". Raises ValueError if torch has none."""
     dtype = getattr(torch, name, None) if name.isidentifier() else None
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"dtype {name!r} of a peer is not known to this torch; install the same version on both sides")
@@ -72,15 +70,6 @@ def intersection(one: Box, other: Box) -> Box | None:
     """The part that two boxes share; None if they share no element."""
     both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return both if all(start < stop for start, stop in both) else None
-
-
-def minus(box: Box, hole: Box) -> Iterator[Box]:
-    """The rest of a box as disjoint boxes; `hole` lies within it."""
-    for dim, ((start, stop), (first, last)) in enumerate(zip(box, hole, strict=True)):
-        if start < first:
-            yield (*hole[:dim], (start, first), *box[dim + 1 :])
-        if last < stop:
-            yield (*hole[:dim], (last, stop), *box[dim + 1 :])
 
 
 def cut(box: Box, most: int) -> Iterator[Box]:
@@ -102,44 +91,10 @@ def encode(values: Sequence[Held] | Sequence[Wanted] | Sequence[Piece]) -> list[
     return [[getattr(one, field) for field in one.__dataclass_fields__] for one in values]
 
 
-def decode(kind: type[Any], values: Any) -> list[Any]:
-    """The `Held`, `Wanted` or `Piece` of a peer.
-
-    Raises:
-        ValueError: if it is something else.
-    """
-    readers = {Held: (str, str, _sizes, _boxes), Wanted: (str, _box, bool), Piece: (str, str, _box, _size)}[kind]
-    if not isinstance(values, list):
-        raise _not(kind, values)
-    try:
-        return [kind(*(read(value) for read, value in zip(readers, one, strict=True))) for one in values]
-    except (TypeError, ValueError) as error:
-        raise _not(kind, error) from None
+def decode(kind: type[_T], values: list[list[Any]]) -> list[_T]:
+    """The `Held`, `Wanted` or `Piece` of a peer. Raises TypeError if it is something else."""
+    return [kind(*map(_frozen, one)) for one in values]
 
 
-def _not(kind: type[Any], seen: object) -> ValueError:
-    return ValueError(
-        f"a peer has sent {str(seen)[:200]!r}, expected a list of {kind.__name__}; install the same version of "
-        "shardkit on both sides"
-    )
-
-
-def _size(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < 2**62:
-        raise ValueError(value)
-    return value
-
-
-def _sizes(value: Any) -> tuple[int, ...]:
-    return tuple(map(_size, value))
-
-
-def _box(value: Any) -> Box:
-    box = tuple((_size(start), _size(stop)) for start, stop in value)
-    if any(start > stop for start, stop in box):
-        raise ValueError(value)
-    return box
-
-
-def _boxes(value: Any) -> tuple[Box, ...]:
-    return tuple(map(_box, value))
+def _frozen(value: Any) -> Any:
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value

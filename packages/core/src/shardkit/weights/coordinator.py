@@ -2,29 +2,37 @@
 
 Note [Rounds]
 A version is sent in a round. It begins when all senders offer the version and all receivers that have joined are in
-`receive()`; those that are not, until the timeout, miss it. Senders then stream to the receivers, and each receiver
-says that it has all of its bytes, or why not. If a sender is lost, no receiver takes the version. Otherwise those that
-have it are told to take it, all at once; one that failed keeps what it had, and the others do not suffer.
+`receive()`; those that are not, until the timeout, miss it. Bytes then stream to the receivers, and each of them says
+that it has all of its bytes, or why not. If a sender is lost, no receiver takes the version. Otherwise those that have
+it are told to take it, all at once; one that failed keeps what it had. Those that failed and are still there, such as
+the receivers behind one that has ended, get a second round of the same version.
 
-Senders and receivers watch the progress of their own transfers and report one that stalls, so a round has no timeout as
-long as bytes move.
+Nobody waits for a peer that is stopped: control connections carry signs of life. Senders and receivers watch the
+progress of their own transfers and report one that stalls, so a round has no timeout as long as bytes move.
+
+Note [Chains]
+Receivers that want the same form a chain. Senders send to the first, and each passes the bytes on to the next as they
+come, so that the work of a sender does not grow with their number. Receivers of one host are neighbours. Those that
+have the version before come first, so that changes can be passed on as far as somebody can use them. The nearer a link
+is to the end, the less patience it has with a receiver that reads nothing: so it is that receiver that is left behind,
+and not all that wait for it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import secrets
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from shardkit.weights.boxes import Held, Piece, Wanted, decode, encode
 from shardkit.weights.plan import Provided, plan
-from shardkit.weights.wire import Connection, Message
+from shardkit.weights.wire import Connection, Message, News
 
 __all__ = ["Coordinator"]
 
-_HELLO_WITHIN = 30.0  # seconds
+_AGAIN_WITHIN = 5.0  # seconds, for receivers that failed to be ready again
 
 
 @dataclass
@@ -33,154 +41,197 @@ class _Sender:
 
     rank: int
     connection: Connection
-    held: list[Held] | None = None
+    held: list[Held] = field(default_factory=list)
     offered: int | None = None
-    sent: Message | None = None
-    streams: set[str] = field(default_factory=set)  # receivers whose pieces it has been told
+    sent: bool = False
+    layouts: set[int] = field(default_factory=set)  # whose pieces it has been told
 
 
 @dataclass
+class _Group:
+    """Receivers that want the same; see Note [Chains]."""
+
+    wants: tuple[Wanted, ...]
+    turn: int
+    provided: Provided | None = None  # for which its plan is
+    layout: int = 0  # the number of its plan
+    pieces: dict[int, list[Piece]] = field(default_factory=dict)
+    refused: str = ""  # why there can be none
+
+
+@dataclass(eq=False)
 class _Receiver:
     """A receiver that has joined; `state` is "joined", "ready", "receiving", "staged" or "gone"."""
 
-    id: str
     name: str
-    number: int
-    connection: Connection
     place: Message
-    wants: list[Wanted]
+    group: _Group
+    connection: Connection
     state: str = "joined"
-    ready: Message = field(default_factory=dict)
-    pieces: dict[int, list[Piece]] | None = None
-    layout: int = 0
+    layout: int = 0  # that it has been told
     taken: int = 0  # the round whose version it has taken
     problem: str = ""  # why it misses the version
-    refused: str = ""  # why there is no plan for it
+    chain: list[_Receiver] = field(default_factory=list)
 
     @property
     def takes_part(self) -> bool:
-        return self.state == "ready" and not self.refused and self.pieces is not None
+        return self.state == "ready" and self.layout == self.group.layout and not self.group.refused
 
 
 class Coordinator:
-    """All methods run in the loop of an `IOThread`.
+    """Waits until all `world_size` senders offer a version and `receivers` have joined, then has it sent.
 
-    Args:
-        world_size: the number of senders.
-        receivers: how many must have joined before the first version is sent.
-        bucket: bytes that are sent at a time.
-        timeout: seconds to wait for a peer.
+    All methods but `__init__` run in the loop of an `IOThread`.
     """
 
     def __init__(self, world_size: int, receivers: int, bucket: int, timeout: float) -> None:
         self._world_size, self._least, self._bucket, self._timeout = world_size, receivers, bucket, timeout
         self._senders: dict[int, _Sender] = {}
-        self._lost: dict[int, str] = {}
+        self._lost: dict[int, str] = {}  # senders, until those that wait for them have been told
         self._receivers: dict[str, _Receiver] = {}
+        self._groups: dict[tuple[Wanted, ...], _Group] = {}
         self._provided: Provided | None = None
-        self._run = secrets.token_hex(4)  # versions of another run with the same number are others
-        self._round = self._layouts = self._joined = 0
-        self._changed = asyncio.Event()
+        self._planning = asyncio.Lock()
+        # Numbers of rounds and layouts are never used again, not by the next run either.
+        self._round = self._layouts = time.time_ns()
+        self._under_way = False
+        self._news = News()
 
     async def peer(self, connection: Connection) -> None:
         """Serves a peer until it ends."""
-        async with asyncio.timeout(_HELLO_WITHIN):
-            hello = await connection.receive()
+        connection.beat()
         try:
-            if hello.get("as") == "sender":
+            hello = await connection.hear(self._timeout)
+            if hello["as"] == "sender":
                 await self._serve_sender(connection, int(hello["rank"]), int(hello["world_size"]))
             else:
-                wants = decode(Wanted, hello["wants"])
-                place = {"host": str(hello["host"]), "port": int(hello["port"])}
-                self._joined += 1
-                receiver = _Receiver(str(hello["id"]), str(hello["name"]), self._joined - 1, connection, place, wants)
-                await self._serve_receiver(receiver)
+                wants = tuple(decode(Wanted, hello["wants"]))
+                group = self._groups.setdefault(wants, _Group(wants, len(self._groups)))
+                place = {"id": str(hello["id"]), "host": str(hello["host"]), "port": int(hello["port"])}
+                await self._serve_receiver(_Receiver(str(hello["name"]), place, group, connection))
         except (KeyError, TypeError, ValueError) as error:
             await self._say(connection, {"op": "refused", "reason": f"a message without sense: {error!r}"})
 
     async def run(self) -> None:
         """Sends version after version, until cancelled."""
         while True:
-            await self._until(lambda: any(one.offered is not None for one in self._senders.values()), None)
-            result = await self._send_version()
+            await self._news.until(lambda: any(one.offered is not None for one in self._senders.values()))
+            try:
+                result = await self._send_version()
+            except Exception as error:  # noqa: BLE001 - told to those that wait, who raise it
+                result = {"error": str(error) if isinstance(error, ValueError) else repr(error)}
+            self._under_way = False
+            self._lost.clear()
             offering = [one for one in self._senders.values() if one.offered is not None]
             for one in offering:
-                one.offered = one.sent = None
+                one.offered = None
             await self._broadcast([(one.connection, {"op": "over"}) for one in self._receivers.values()])
             await self._broadcast([(one.connection, {"op": "result", **result}) for one in offering])
+
+    async def say_goodbye(self) -> None:
+        """Tells receivers that the senders close."""
+        await self._broadcast([(one.connection, {"op": "bye"}) for one in self._receivers.values()])
 
     # -- peers
 
     async def _serve_sender(self, connection: Connection, rank: int, world_size: int) -> None:
         if world_size != self._world_size or not 0 <= rank < world_size:
             reason = f"sender {rank} of {world_size} does not belong to the {self._world_size} senders of sender 0"
-            await self._say(connection, {"op": "refused", "reason": reason})
+            await self._say(connection, {"op": "result", "error": f"{reason}; give all the same world_size"})
             return
         if rank in self._senders:
-            self._senders[rank].connection.close()
+            self._lose(self._senders[rank], "another process has taken its place")
         sender = self._senders[rank] = _Sender(rank, connection)
-        self._lost.pop(rank, None)
+        if not self._under_way:
+            self._lost.pop(rank, None)
         reason = "its process has ended"
         try:
             while True:
-                message = await connection.receive()
+                message = await connection.hear(self._timeout)
                 if message["op"] == "offer":
                     if message["held"] is not None:
                         sender.held, self._provided = decode(Held, message["held"]), None
                     sender.offered = int(message["version"])
                 elif message["op"] == "sent":
-                    sender.sent = message
+                    sender.sent = True
+                    for one in list(self._receivers.values()):
+                        if problem := message["failed"].get(one.place["id"]):
+                            await self._miss(one, f"sender {rank}: {problem}")
                 elif message["op"] == "bye":
                     reason = "it was closed"
                     return
-                self._tell()
+                self._news.tell()
+        except TimeoutError as error:
+            reason = str(error)
         finally:
-            if self._senders.get(rank) is sender:
-                del self._senders[rank]
-                self._lost[rank] = reason
-                self._provided = None
-                self._tell()
+            self._lose(sender, reason)
+
+    def _lose(self, sender: _Sender, reason: str) -> None:
+        if self._senders.get(sender.rank) is sender:
+            del self._senders[sender.rank]
+            self._lost[sender.rank] = reason
+            self._provided = None
+            sender.connection.close()
+            self._news.tell()
 
     async def _serve_receiver(self, receiver: _Receiver) -> None:
-        self._receivers[receiver.id] = receiver
-        self._tell()
+        self._receivers[receiver.place["id"]] = receiver
+        self._news.tell()
+        reason = "its process has ended"
         try:
             if self._provided is not None:
-                await self._tell_layouts()
+                await self._plan()
             while True:
-                message = await receiver.connection.receive()
-                if message["op"] == "ready" and message["layout"] == receiver.layout:
-                    receiver.state, receiver.ready = "ready", message
-                elif message["op"] == "staged" and message["round"] == self._round:
+                message = await receiver.connection.hear(self._timeout)
+                op, here = message["op"], message.get("round") == self._round
+                if op == "ready" and message["layout"] == receiver.layout:
+                    receiver.state = "ready"
+                    receiver.place |= {"segment": message["segment"], "base": message["base"]}
+                elif op == "staged" and here:
                     receiver.state = "staged"
-                elif message["op"] == "done":
-                    receiver.state, receiver.taken = "joined", message["round"]
-                elif message["op"] == "failed" and message["round"] == self._round:
-                    receiver.state, receiver.problem = "joined", str(message["reason"])
-                self._tell()
+                elif op == "taken" and here:
+                    receiver.state, receiver.taken = "joined", self._round
+                elif op == "failed" and here:
+                    await self._miss(receiver, str(message["reason"]))
+                    receiver.state = "joined"
+                self._news.tell()
+        except TimeoutError as error:
+            reason = str(error)
         finally:
-            self._receivers.pop(receiver.id, None)
+            if self._receivers.get(receiver.place["id"]) is receiver:
+                del self._receivers[receiver.place["id"]]
             if receiver.taken != self._round:
-                receiver.problem = receiver.problem or "its process has ended"
+                await self._miss(receiver, reason)
             receiver.state = "gone"
-            self._tell()
+            self._news.tell()
+
+    async def _miss(self, receiver: _Receiver, problem: str) -> None:
+        """A receiver misses the version, and so do those behind it that do not have all of it."""
+        receiver.problem = receiver.problem or problem
+        said = []
+        for one in receiver.chain[receiver.chain.index(receiver) :] if receiver in receiver.chain else ():
+            if one.state == "receiving":
+                one.problem = one.problem or f"{receiver.name}, which was to pass it on, has failed: {problem}"
+                said.append((one.connection, {"op": "abort", "round": self._round, "reason": one.problem}))
+        await self._broadcast(said)
 
     # -- rounds
 
     async def _send_version(self) -> Message:
-        """One round; returns what the senders are told."""
-        problem = await self._await_offers()
-        if problem:
+        """Sends what all offer; returns what the senders are told."""
+        if problem := await self._await_offers():
             return {"error": problem, "lost": bool(self._lost)}
-        version = next(iter(self._senders.values())).offered
-        try:
-            await self._tell_layouts()
-        except ValueError as error:
-            return {"error": str(error)}
+        self._under_way = True
+        version = self._senders[0].offered
+        if self._provided is None:
+            self._provided = Provided({rank: one.held for rank, one in self._senders.items()})
+        await self._plan()
         await self._broadcast([(one.connection, {"op": "offered"}) for one in self._receivers.values()])
         # Those that join while a round runs wait for the next.
-        await self._until(self._all_ready, self._timeout)
+        await self._news.until(self._all_ready, self._timeout)
         joined = list(self._receivers.values())
+        if self._lost:
+            return {"error": self._losses(), "lost": True}
         if len(joined) < self._least:
             return {
                 "error": f"{len(joined)} receivers have joined within {self._timeout:g} s, expected at least "
@@ -188,39 +239,46 @@ class Coordinator:
             }
         self._least = 0
         taking = [one for one in joined if one.takes_part]
-        missing = {
-            one.name: one.refused or f"it has not called receive() within {self._timeout:g} s"
+        failed = {
+            one.name: one.group.refused or f"it has not called receive() within {self._timeout:g} s"
             for one in joined
             if one not in taking
         }
-        problem = await self._transfer(taking, version)
-        failed = missing | {one.name: one.problem for one in taking if one.problem}
-        for one in taking:
-            if one.state in ("receiving", "staged"):
-                one.state = "joined"
-        if problem:
-            return {"error": problem, "lost": True}
-        took = [one.name for one in taking if not one.problem]
-        return {"version": version, "receivers": took, "failed": failed, "unused": self._unused()}
+        took: list[str] = []
+        name = self._round + 1
+        for attempt in (1, 2):
+            if taking and (problem := await self._transfer(taking, version, name)):
+                return {"error": problem, "lost": True}
+            took += [one.name for one in taking if not one.problem]
+            failed |= {one.name: one.problem for one in taking if one.problem}
+            taking = [one for one in taking if one.problem and attempt == 1]
+            await self._ready_again(taking)
+            taking = [one for one in taking if one.takes_part]
+        wanted = {want.name for one in self._receivers.values() for want in one.group.wants}
+        unused = sorted(set(self._provided.tensors if self._provided else ()) - wanted)
+        failed = {one: reason for one, reason in failed.items() if one not in took}
+        return {"version": version, "receivers": took, "failed": failed, "unused": unused}
+
+    async def _ready_again(self, failed: Sequence[_Receiver]) -> None:
+        await self._news.until(
+            lambda: all(one.takes_part or one.state == "gone" for one in failed), min(self._timeout, _AGAIN_WITHIN)
+        )
 
     async def _await_offers(self) -> str:
         """Waits until all senders offer; returns what is wrong, or ""."""
 
-        def all_offer() -> bool:
-            return len(self._senders) == self._world_size and all(
-                one.offered is not None for one in self._senders.values()
-            )
+        def offered() -> dict[int, int]:
+            return {rank: one.offered for rank, one in sorted(self._senders.items()) if one.offered is not None}
 
-        in_time = await self._until(lambda: all_offer() or bool(self._lost), self._timeout)
-        versions = {rank: one.offered for rank, one in sorted(self._senders.items()) if one.offered is not None}
+        await self._news.until(lambda: len(offered()) == self._world_size or bool(self._lost), self._timeout)
+        versions = offered()
         if self._lost:
             return self._losses()
-        if not in_time:
+        if len(versions) < self._world_size:
             absent = [rank for rank in range(self._world_size) if rank not in versions]
-            version = next(iter(versions.values()), None)
             return (
-                f"senders {absent} have not called send({version}) within {self._timeout:g} s; read their logs, and "
-                "call it on all ranks"
+                f"senders {absent} have not called send({next(iter(versions.values()), '')}) within "
+                f"{self._timeout:g} s; read their logs, and call it on all ranks"
             )
         if len(set(versions.values())) > 1:
             return f"senders offer different versions, by rank {versions}; call send() with the same on all ranks"
@@ -233,123 +291,96 @@ class Coordinator:
         )
 
     def _all_ready(self) -> bool:
-        return (
-            len(self._receivers) >= self._least
-            and all(one.takes_part or one.refused for one in self._receivers.values())
-        ) or bool(self._lost)
+        ready = all(one.takes_part or one.group.refused for one in self._receivers.values())
+        return (ready and len(self._receivers) >= self._least) or bool(self._lost)
 
-    async def _transfer(self, taking: Sequence[_Receiver], version: int | None) -> str:
-        """Has the senders send and the receivers receive; returns why nobody has the version, or ""."""
-        if self._lost:
-            return self._losses()
-        if not taking:
-            return ""
+    async def _transfer(self, taking: Sequence[_Receiver], version: int | None, name: int) -> str:
+        """One round: senders send, receivers receive and take it; returns why nobody does, or ""."""
         self._round += 1
-        common = {"round": self._round, "version": version, "id": f"{self._run}:{self._round}"}
-        for one in taking:
-            one.state, one.problem = "receiving", ""
-        for sender in self._senders.values():
-            sender.sent = None
-        said: list[tuple[Connection, Message]] = [(one.connection, {"op": "begin", **common}) for one in taking]
-        said += [(one.connection, self._go(one, taking, common)) for one in self._senders.values()]
-        await self._broadcast(said)
-
-        def senders_ended() -> bool:
-            return all(one.sent is not None for one in self._senders.values())
-
-        def receivers_ended() -> bool:
-            return all(one.state != "receiving" or self._reported(one) for one in taking)
-
-        await self._until(lambda: bool(self._lost) or senders_ended() or receivers_ended(), None)
-        await self._until(lambda: bool(self._lost) or (senders_ended() and receivers_ended()), self._timeout)
-        late = [rank for rank, one in self._senders.items() if one.sent is None and rank not in self._lost]
-        problem = self._losses() if self._lost else ""
-        if late and not problem:
-            problem = f"senders {late} have not ended sending within {self._timeout:g} s; read their logs"
-        await self._conclude(taking, problem)
-        return problem
-
-    async def _conclude(self, taking: Sequence[_Receiver], problem: str) -> None:
-        """Tells each receiver to take the version, or not to."""
+        senders = list(self._senders.values())
+        for receiver in taking:
+            receiver.state, receiver.problem = "receiving", ""
+        for sender in senders:
+            sender.sent = False
+        chains = _chains(taking)
+        begin = {"op": "begin", "round": self._round, "version": version, "name": name}
         said: list[tuple[Connection, Message]] = []
-        for one in taking:
-            reason = problem or one.problem or self._reported(one)
-            if one.state == "receiving" and not reason:
-                reason = f"it has not received all within {self._timeout:g} s"
-            one.problem = reason
-            if one.state == "staged" and not reason:
-                said.append((one.connection, {"op": "commit", "round": self._round}))
-            else:
-                said.append((one.connection, {"op": "abort", "round": self._round, "reason": reason}))
+        for chain in chains:
+            for number, receiver in enumerate(chain, 1):
+                receiver.chain = chain
+                after = _told(chain[number]) if number < len(chain) else None
+                patience = 1 - number / (2 * len(chain))
+                said.append((receiver.connection, {**begin, "next": after, "patience": patience}))
+        said += [(sender.connection, self._go(sender, chains, name)) for sender in senders]
         await self._broadcast(said)
-        await self._until(lambda: all(one.problem or one.taken == self._round for one in taking), self._timeout)
+        await self._news.until(
+            lambda: bool(self._lost) or all(one.state != "receiving" or one.problem for one in taking)
+        )
+        await self._news.until(lambda: bool(self._lost) or all(one.sent for one in senders), self._timeout)
+        problem = self._losses() if self._lost else ""
+        if not problem and (late := [one.rank for one in senders if not one.sent]):
+            problem = f"senders {late} have not ended sending within {self._timeout:g} s; read their logs"
+        said = []
+        for one in taking:
+            one.problem = problem or one.problem
+            verdict = {"op": "abort", "reason": one.problem} if one.problem else {"op": "commit"}
+            said.append((one.connection, {**verdict, "round": self._round}))
+        await self._broadcast(said)
+        await self._news.until(lambda: all(one.problem or one.taken == self._round for one in taking), self._timeout)
         for one in taking:
             if not one.problem and one.taken != self._round:
                 one.problem = f"it has not taken the version within {self._timeout:g} s"
+        return problem
 
-    def _reported(self, receiver: _Receiver) -> str:
-        """Why a sender could not send to a receiver; "" if all could so far."""
-        for rank, one in self._senders.items():
-            reason = (one.sent or {}).get("failed", {}).get(receiver.id)
-            if reason:
-                return f"sender {rank}: {reason}"
-        return ""
-
-    def _go(self, sender: _Sender, taking: Sequence[_Receiver], common: Message) -> Message:
-        streams: Message = {}
-        for one in taking:
-            if one.pieces is not None and f"{one.id}/{one.layout}" not in sender.streams:
-                sender.streams.add(f"{one.id}/{one.layout}")
-                streams[one.id] = encode(one.pieces.get(sender.rank, []))
-        places = {one.id: {**one.place, "name": one.name, **one.ready} for one in taking}
-        return {"op": "go", **common, "receivers": places, "streams": streams, "joined": list(self._receivers)}
+    def _go(self, sender: _Sender, chains: Sequence[Sequence[_Receiver]], name: int) -> Message:
+        """Told to a sender: the first receiver of each chain, and pieces that it does not know yet."""
+        heads = {chain[0].layout: chain[0] for chain in chains}
+        streams = {
+            number: encode(one.group.pieces.get(sender.rank, []))
+            for number, one in heads.items()
+            if number not in sender.layouts
+        }
+        living = {one.layout for one in self._receivers.values()}
+        sender.layouts = (sender.layouts | set(heads)) & (living | set(heads))
+        return {
+            "op": "go",
+            "round": self._round,
+            "name": name,
+            "heads": {number: _told(one) for number, one in heads.items()},
+            "streams": streams,
+            "layouts": sorted(sender.layouts),
+        }
 
     # -- plans
 
-    async def _tell_layouts(self) -> None:
-        """Plans for receivers that have no plan, or for all if what senders hold has changed."""
-        if self._provided is None:
-            self._provided = Provided({rank: one.held or [] for rank, one in self._senders.items()})
-            for receiver in self._receivers.values():
-                receiver.pieces = None
-        said: list[tuple[Connection, Message]] = []
-        for receiver in list(self._receivers.values()):
-            if receiver.pieces is not None:
-                continue
-            try:
-                receiver.pieces = plan(self._provided, receiver.wants, bucket=self._bucket, turn=receiver.number)
-            except ValueError as error:
-                receiver.refused = str(error)
-                said.append((receiver.connection, {"op": "refused", "reason": receiver.refused}))
-                continue
-            self._layouts += 1
-            receiver.layout, receiver.refused, receiver.state = self._layouts, "", "joined"
-            senders = {str(rank): encode(pieces) for rank, pieces in receiver.pieces.items()}
-            message = {"op": "layout", "number": receiver.layout, "bucket": self._bucket, "senders": senders}
-            said.append((receiver.connection, message))
-        await self._broadcast(said)
+    async def _plan(self) -> None:
+        """Plans for groups whose plan is not for the tensors that senders hold now, and tells their receivers."""
+        async with self._planning:
+            if (provided := self._provided) is None:
+                return
+            said: list[tuple[Connection, Message]] = []
+            for group in {one.group.turn: one.group for one in self._receivers.values()}.values():
+                if group.provided is provided:
+                    continue
+                pieces, refused = {}, ""
+                try:  # in a thread: it may take seconds, and peers must see that this process lives
+                    pieces = await asyncio.to_thread(plan, provided, group.wants, bucket=self._bucket, turn=group.turn)
+                except ValueError as error:
+                    refused = str(error)
+                self._layouts += 1
+                group.provided, group.pieces, group.refused, group.layout = provided, pieces, refused, self._layouts
+            for one in self._receivers.values():
+                if one.layout == one.group.layout:
+                    continue
+                one.layout, one.state = one.group.layout, "joined"
+                message: Message = {"op": "refused", "reason": one.group.refused}
+                if not one.group.refused:
+                    senders = {rank: encode(pieces) for rank, pieces in one.group.pieces.items()}
+                    message = {"op": "layout", "number": one.layout, "bucket": self._bucket, "senders": senders}
+                said.append((one.connection, message))
+            await self._broadcast(said)
 
-    def _unused(self) -> list[str]:
-        wanted = {want.name for one in self._receivers.values() for want in one.wants}
-        return sorted(set(self._provided.tensors if self._provided else ()) - wanted)
-
-    async def say_goodbye(self) -> None:
-        """Tells receivers that the senders close."""
-        await self._broadcast([(one.connection, {"op": "bye"}) for one in self._receivers.values()])
-
-    # -- waiting and telling
-
-    def _tell(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-    async def _until(self, condition: Callable[[], bool], within: float | None) -> bool:
-        """Waits until a condition holds; returns whether it does."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(within):
-                while not condition():
-                    await self._changed.wait()
-        return condition()
+    # -- telling
 
     async def _broadcast(self, said: Sequence[tuple[Connection, Message]]) -> None:
         await asyncio.gather(*(self._say(connection, message) for connection, message in said))
@@ -361,3 +392,16 @@ class Coordinator:
                 await connection.send(message)
         except (OSError, TimeoutError):
             connection.close()
+
+
+def _chains(taking: Sequence[_Receiver]) -> list[list[_Receiver]]:
+    """Receivers of the same bytes in the order in which they pass them on; see Note [Chains]."""
+    chains: dict[int, list[_Receiver]] = {}
+    for one in sorted(taking, key=lambda one: (-(one.place["base"] or 0), one.place["host"])):
+        chains.setdefault(one.layout, []).append(one)
+    return list(chains.values())
+
+
+def _told(receiver: _Receiver) -> dict[str, Any]:
+    """The words in which others are told of a receiver."""
+    return {**receiver.place, "name": receiver.name}

@@ -16,7 +16,9 @@ __all__ = ["apply", "changes"]
 _UNITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def changes(pieces: Sequence[Piece], new: torch.Tensor, old: torch.Tensor) -> tuple[dict[str, Any], memoryview] | None:
+def changes(
+    pieces: Sequence[Piece], new: torch.Tensor, old: torch.Tensor
+) -> tuple[dict[str, Any], torch.Tensor] | None:
     """The changes from the old bytes of a bucket to the new ones; None if they take no less than the bucket itself.
 
     It takes the changed elements, and at most one bit for each element.
@@ -38,14 +40,12 @@ def changes(pieces: Sequence[Piece], new: torch.Tensor, old: torch.Tensor) -> tu
         "bytes": data.nbytes,
         "checksum": zlib.crc32(new.numpy().data),
     }
-    return told, data.data
+    return told, torch.from_numpy(data)
 
 
 def apply(told: dict[str, Any], data: torch.Tensor, bucket: torch.Tensor) -> None:
-    """Turns the old bytes of `bucket` into the new ones.
-
-    Raises:
-        ConnectionError: if the result is not what the sender has.
+    """Turns the old bytes of `bucket` into the new ones. Raises ConnectionError if the result is not what the sender
+    has.
     """
     unit, count = told["unit"], told["count"]
     values = bucket.view(_UNITS[unit])
@@ -58,4 +58,4 @@ def apply(told: dict[str, Any], data: torch.Tensor, bucket: torch.Tensor) -> Non
         values[torch.from_numpy(positions)] = new.clone().view(_UNITS[unit])
         if zlib.crc32(bucket.numpy().data) == told["checksum"]:
             return
-    raise ConnectionError("the checksum of the changes differs; the whole is sent next time; read the senders' logs")
+    raise ConnectionError("the checksum of the changes differs; the whole is sent again; read the senders' logs")

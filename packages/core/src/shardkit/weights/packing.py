@@ -3,34 +3,55 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from shardkit.core.checkpoint.plan import boxes_of
+from shardkit.weights.adapters import Factors, merged
 from shardkit.weights.boxes import Box, Held, Piece, dtype_named, intersection
 
-__all__ = ["Names", "Source", "bytes_of", "describe", "pack", "unpack"]
+__all__ = ["Names", "Source", "Values", "bytes_of", "describe", "pack", "unpack"]
 
-Source = Mapping[str, Sequence[tuple[Box, torch.Tensor]]]
+
+class Values(NamedTuple):
+    """The values of a box of a tensor; with `factors`, those of the whole tensor, their product is added."""
+
+    box: Box
+    tensor: torch.Tensor
+    factors: Factors | None = None
+
+    def of(self, part: Box) -> torch.Tensor:
+        """The values of a part of the box."""
+        values = self.tensor[_within(self.box, part)]
+        if self.factors is None:
+            return values
+        rows, columns = (slice(*run) for run in part)
+        return values + self.factors[0][rows] @ self.factors[1][:, columns]
+
+
+Source = Mapping[str, Sequence[Values]]
 """The boxes of each tensor that a sender holds, with their values."""
 
 Names = Callable[[str], str | Sequence[str] | None]
 
 
 def describe(
-    model: nn.Module | Mapping[str, torch.Tensor], names: Names, dtype: torch.dtype | None
+    model: nn.Module | Mapping[str, torch.Tensor], names: Names, dtype: torch.dtype | None, *, merge: bool = False
 ) -> tuple[list[Held], Source]:
     """The parts of a model that this rank holds, and their values; views, so nothing is copied.
 
-    Raises:
-        TypeError: for a value that is not a dense tensor.
-        ValueError: if two tensors have one name, or a placement is neither Replicate nor sharding.
+    Collective with `merge`. Raises TypeError for a value that is not a dense tensor; ValueError if two tensors have one
+    name, or a placement is neither Replicate nor sharding, and as `merged`.
     """
     held: list[Held] = []
-    source: dict[str, list[tuple[Box, torch.Tensor]]] = {}
+    source: dict[str, list[Values]] = {}
     of: dict[str, str] = {}
+    factors: Mapping[str, Factors] = {}
     state = model.state_dict() if isinstance(model, nn.Module) else model
+    if merge and isinstance(model, nn.Module):
+        state, factors = merged(model)
     for fqn, tensor in state.items():
         named = names(fqn)
         for name in () if named is None else (named,) if isinstance(named, str) else named:
@@ -40,11 +61,13 @@ def describe(
             if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or tensor.is_meta:
                 raise TypeError(f"'{fqn}' is not a dense tensor with values; leave it out: names= returns None for it")
             parts = [
-                (tuple((start, start + size) for start, size in zip(offsets, sizes, strict=True)), view)
+                Values(_box(offsets, sizes), view, factors.get(fqn))
                 for offsets, sizes, view in boxes_of((fqn,), tensor)
             ]
             wire = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-            held.append(Held(name, str(wire).removeprefix("torch."), tuple(tensor.shape), tuple(b for b, _ in parts)))
+            held.append(
+                Held(name, str(wire).removeprefix("torch."), tuple(tensor.shape), tuple(one.box for one in parts))
+            )
             source[name] = parts
     return held, source
 
@@ -59,12 +82,12 @@ def pack(pieces: Sequence[Piece], source: Source, bucket: torch.Tensor) -> None:
     """Copies pieces into `bucket`, one after the other."""
     offset = 0
     for piece in pieces:
-        box, values = next(one for one in source[piece.name] if intersection(one[0], piece.box) == piece.box)
-        _in_bucket(bucket, offset, piece).copy_(values[_within(box, piece.box)], non_blocking=True)
+        held = next(one for one in source[piece.name] if intersection(one.box, piece.box) == piece.box)
+        _in_bucket(bucket, offset, piece).copy_(held.of(piece.box), non_blocking=True)
         offset += piece.nbytes
 
 
-@torch.no_grad()
+@torch.inference_mode()  # targets may be inference tensors
 def unpack(pieces: Sequence[Piece], bucket: torch.Tensor, views: Sequence[tuple[Box, torch.Tensor]]) -> None:
     """Copies pieces out of `bucket` into the views that want them, by number."""
     offset = 0
@@ -77,6 +100,10 @@ def unpack(pieces: Sequence[Piece], bucket: torch.Tensor, views: Sequence[tuple[
 def _in_bucket(bucket: torch.Tensor, offset: int, piece: Piece) -> torch.Tensor:
     dtype = dtype_named(piece.dtype)
     return bucket[offset : offset + piece.nbytes].view(dtype).view([stop - start for start, stop in piece.box])
+
+
+def _box(offsets: Sequence[int], sizes: Sequence[int]) -> Box:
+    return tuple((start, start + size) for start, size in zip(offsets, sizes, strict=True))
 
 
 def _within(box: Box, part: Box) -> tuple[slice, ...]:

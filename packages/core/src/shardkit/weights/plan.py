@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from shardkit.weights.boxes import Box, Held, Piece, Wanted, cut, dtype_named, intersection, minus, numel
+from shardkit.weights.boxes import Box, Held, Piece, Wanted, cut, dtype_named, intersection, numel
 
 __all__ = ["BUCKET", "Provided", "buckets", "plan"]
 
@@ -37,11 +37,6 @@ class _Tensor:
     holders: dict[Box, list[int]] = field(default_factory=dict)
 
     @functools.cached_property
-    def disjoint(self) -> bool:
-        """Whether no element lies in two of the boxes."""
-        return _are_disjoint(tuple(self.holders))
-
-    @functools.cached_property
     def _bounds(self) -> npt.NDArray[np.int64]:
         return np.array(list(self.holders), dtype=np.int64).reshape(len(self.holders), len(self.shape), 2)
 
@@ -49,21 +44,18 @@ class _Tensor:
     def _boxes(self) -> list[tuple[Box, list[int]]]:
         return list(self.holders.items())
 
-    def overlapping(self, box: Box) -> list[tuple[Box, list[int]]]:
-        """The boxes that share an element with `box`, and who holds them."""
+    def cover(self, box: Box) -> list[tuple[Box, list[int]]]:
+        """The parts of a box that lie in the different boxes here, and who holds them."""
         wanted = np.array(box, dtype=np.int64).reshape(len(self.shape), 2)
         overlap = (self._bounds[:, :, 0] < wanted[:, 1]) & (wanted[:, 0] < self._bounds[:, :, 1])
-        return [self._boxes[number] for number in np.flatnonzero(overlap.all(axis=1))]
+        near = (self._boxes[number] for number in np.flatnonzero(overlap.all(axis=1)))
+        return [(both, holders) for held, holders in near if (both := intersection(box, held)) is not None]
 
 
 class Provided:
     """All that the senders hold together.
 
-    Args:
-        senders: what each rank holds.
-
-    Raises:
-        ValueError: if ranks disagree about the shape or the dtype of a tensor.
+    Raises ValueError if they disagree about the shape, the dtype or the cuts of a tensor.
     """
 
     def __init__(self, senders: Mapping[int, Sequence[Held]]) -> None:
@@ -79,21 +71,19 @@ class Provided:
                     )
                 for box in one.boxes:
                     tensor.holders.setdefault(box, []).append(rank)
+        for name, tensor in self.tensors.items():
+            if not _are_disjoint(tuple(tensor.holders)):
+                raise ValueError(
+                    f"{name}: some senders hold parts that overlap, such as {_readable(next(iter(tensor.holders)))}; "
+                    "give both the same name only if they are cut alike"
+                )
 
 
 def plan(provided: Provided, wants: Sequence[Wanted], *, bucket: int = BUCKET, turn: int = 0) -> dict[int, list[Piece]]:
     """The pieces that each sender sends to one receiver, in order: wider dtypes first, so that all are aligned.
 
-    See Note [Shares]. Each piece has at most `bucket` bytes, but at least one element.
-
-    Args:
-        provided: what the senders hold.
-        wants: what the receiver wants, in its own order.
-        bucket: bytes of a piece at most.
-        turn: a number of the receiver.
-
-    Raises:
-        ValueError: names each tensor that no sender has, whose shape differs, or of which a part is missing.
+    See Note [Shares]. Each piece has at most `bucket` bytes, but at least one element. Raises ValueError, which names
+    each tensor that no sender has, whose shape differs, or of which a part is missing.
     """
     forced: list[tuple[Piece, int]] = []
     shared: list[tuple[Piece, list[int]]] = []
@@ -104,9 +94,11 @@ def plan(provided: Provided, wants: Sequence[Wanted], *, bucket: int = BUCKET, t
         if problem or tensor is None:
             problems.append(problem)
             continue
-        found, missing = _cover(tensor, want.box)
-        if missing:
-            problems.append(f"{want.name}: no sender holds the elements {_readable(missing[0])}")
+        found = tensor.cover(want.box)
+        if (there := sum(numel(box) for box, _ in found)) < numel(want.box):
+            problems.append(
+                f"{want.name}: senders hold {there} of the {numel(want.box)} elements in {_readable(want.box)}"
+            )
         for box, holders in found:
             piece = Piece(want.name, tensor.dtype, box, number)
             if len(holders) == 1:
@@ -153,31 +145,11 @@ def _readable(box: Box) -> str:
     return f"[{', '.join(f'{start}:{stop}' for start, stop in box)}]"
 
 
-def _cover(tensor: _Tensor, box: Box) -> tuple[list[tuple[Box, list[int]]], list[Box]]:
-    """Disjoint parts of a box with all ranks that hold each, and the parts that nobody holds."""
-    near = tensor.overlapping(box)
-    if tensor.disjoint:
-        parts = [(both, holders) for held, holders in near if (both := intersection(box, held))]
-        if sum(numel(part) for part, _ in parts) == numel(box):
-            return parts, []
-    found, rest = [], [box] if numel(box) else []
-    for held, _ in near:
-        left = []
-        for part in rest:
-            both = intersection(part, held)
-            if both is None:
-                left.append(part)
-                continue
-            ranks = {rank for other, holders in near if intersection(both, other) == both for rank in holders}
-            found.append((both, sorted(ranks)))
-            left += minus(part, both)
-        rest = left
-    return found, rest
-
-
 @functools.lru_cache(maxsize=64)  # layers are cut alike
 def _are_disjoint(boxes: tuple[Box, ...]) -> bool:
     """Whether no two of these boxes share an element."""
+    if len(boxes) < 2:
+        return True
     bounds = np.array(boxes, dtype=np.int64).reshape(len(boxes), -1, 2)
     start, stop = bounds[:, :, 0], bounds[:, :, 1]
     return all(

@@ -4,28 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import queue
-import threading
 import time
 import warnings
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardkit.weights.boxes import Box, Held, Piece, decode, dtype_named, encode
+from shardkit.weights.boxes import Held, Piece, decode, dtype_named, encode
 from shardkit.weights.coordinator import Coordinator
 from shardkit.weights.delta import changes
-from shardkit.weights.packing import Names, Source, bytes_of, describe, pack
+from shardkit.weights.lanes import Lane
+from shardkit.weights.packing import Names, Source, Values, describe, pack
 from shardkit.weights.plan import BUCKET, buckets
 from shardkit.weights.shared import SharedStaging
-from shardkit.weights.wire import Connection, IOThread, Message, call, listen, parse, secret_for, serve
+from shardkit.weights.wire import Closing, Connection, IOThread, Message, call, listen, parse, secret_for, serve
 
 __all__ = ["Report", "Sending", "WeightSender"]
 
@@ -56,7 +54,7 @@ class Sending:
 
     def __init__(self, future: Future[Report]) -> None:
         self._future = future
-        self._seen = False
+        self.seen = False
 
     def done(self) -> bool:
         """Whether it has ended, well or not."""
@@ -64,28 +62,29 @@ class Sending:
 
     def wait(self) -> Report:
         """Waits until it has ended. Raises the errors of `WeightSender.send`."""
-        self._seen = True
+        self.seen = True
         return self._future.result()
-
-    def finish(self) -> None:
-        """Waits until it has ended; raises its error if nobody has seen it."""
-        if not self._seen:
-            self.wait()
-        with contextlib.suppress(Exception):
-            self._future.result()
 
 
 @dataclass
-class _Job:
-    """A bucket for a receiver."""
+class _Stream:
+    """This rank's pieces for all receivers that want the same.
 
-    receiver: str
-    offset: int
-    nbytes: int
-    pieces: list[Piece]
+    Attributes:
+        runs: offset, bytes and pieces of each bucket.
+        kept: with `delta`, the bytes of the version `name`.
+    """
+
+    runs: list[tuple[int, int, list[Piece]]]
+    name: int = 0
+    kept: torch.Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(nbytes for _, nbytes, _ in self.runs)
 
 
-class WeightSender:
+class WeightSender(Closing):
     """Sends the weights of a sharded model to receivers in other processes; make one on every trainer rank.
 
     No tensor is gathered: each rank sends boxes of its own shards to the receivers that want them. Extra memory is two
@@ -97,10 +96,12 @@ class WeightSender:
         address: "tcp://host:port", a free port of the host of rank 0, which listens there; receivers have the same.
         names: from the name in the state dict to the name that receivers ask for, or to several; None leaves it out.
         dtype: the dtype in which floating-point tensors are sent; None: each in its own. Receivers cast to theirs.
+        merge_adapters: the model has LoRA adapters of peft: send its weights as if those that are active were merged,
+            by the names that they have without. Only the factors are gathered, when `send` is called.
         receivers: how many receivers must have joined before the first version is sent.
         delta: send only the elements that have changed since the version before, with a checksum, to receivers that
             have it; to others, and to those that receive in place, the whole. The result is the same to the last bit.
-            Takes two copies of this rank's shards in host memory, in the dtype that is sent, and a third bucket.
+            Takes a copy in host memory of the bytes that this rank sends.
         timeout: seconds to wait for a peer: for the other ranks to call `send`, for receivers to call `receive`, and
             for the next bytes of a transfer to move.
         bucket: bytes that are packed and sent at a time.
@@ -119,6 +120,7 @@ class WeightSender:
         *,
         names: Names = str,
         dtype: torch.dtype | None = None,
+        merge_adapters: bool = False,
         receivers: int = 1,
         delta: bool = False,
         timeout: float = 300.0,
@@ -129,17 +131,18 @@ class WeightSender:
         in_group = dist.is_available() and dist.is_initialized()
         self.rank = rank if rank is not None else dist.get_rank() if in_group else 0
         self.world_size = world_size if world_size is not None else dist.get_world_size() if in_group else 1
-        self._model, self._names, self._dtype, self._timeout, self._bucket = model, names, dtype, timeout, bucket
+        self._model, self._names, self._dtype, self._timeout = model, names, dtype, timeout
+        self._bucket = max(bucket, 16)  # the largest element
         self._host, self._port = parse(address)
         self._secret = secret_for(self._host)
-        self._delta = delta
-        self._before: tuple[str, Source] | None = None  # the version before, and its name
+        self._delta, self._merge = delta, merge_adapters
         self._told: list[Held] | None = None
-        self._streams: dict[str, list[Piece]] = {}
+        self._streams: dict[int, _Stream] = {}  # by number of a layout
         self._segments: dict[str, SharedStaging] = {}
-        self._buckets: list[_Bucket] = []
+        self._buckets: queue.SimpleQueue[_Bucket] | None = None
         self._control: Connection | None = None
         self._last: Sending | None = None
+        self._background = ThreadPoolExecutor(1, "shardkit weights")
         self._io = IOThread()
         if self.rank == 0:
             try:
@@ -147,7 +150,7 @@ class WeightSender:
             except OSError:
                 self._io.close()
                 raise
-            self._coordinator = self._io.run(_make(lambda: Coordinator(self.world_size, receivers, bucket, timeout)))
+            self._coordinator = Coordinator(self.world_size, receivers, self._bucket, timeout)
             self._io.spawn(serve(listener, self._secret, self._coordinator.peer))
             self._io.spawn(self._coordinator.run())
 
@@ -170,89 +173,71 @@ class WeightSender:
             TypeError: for a value that is not a dense tensor.
             ValueError: if two tensors get one name.
         """
-        if self._last is not None:
-            last, self._last = self._last, None
-            last.finish()
-        held, source = describe(self._model, self._names, self._dtype)
-        if async_op or self._delta:
-            source = _snapshot(held, source)
+        last, self._last = self._last, None
+        if last is not None and not (last.seen and last.done()):
+            last.wait()
+        held, source = describe(self._model, self._names, self._dtype, merge=self._merge)
         if not async_op:
             return self._send(version, held, source)
-        future: Future[Report] = Future()
-
-        def run() -> None:
-            try:
-                future.set_result(self._send(version, held, source))
-            except BaseException as error:  # noqa: BLE001 - raised by wait()
-                future.set_exception(error)
-
-        threading.Thread(target=run, name=f"shardkit weights {version}", daemon=True).start()
-        self._last = Sending(future)
+        source = _snapshot(held, source)
+        self._last = Sending(self._background.submit(self._send, version, held, source))
         return self._last
 
     def close(self) -> None:
-        """Leaves; on rank 0 the receivers are told that nothing more comes. Waits for a version that is being sent."""
-        if self._last is not None:
-            with contextlib.suppress(Exception):
-                self._last.wait()
+        """Leaves; on rank 0 the receivers are told that nothing more comes.
+
+        Waits for a version that is being sent; raises its error if nobody has seen it.
+        """
+        self._background.shutdown()
         with contextlib.suppress(OSError, TimeoutError, RuntimeError):
             self._io.run(self._leave())
         self._io.close()
         self._segments.clear()
-
-    def __enter__(self) -> WeightSender:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+        if self._last is not None and not self._last.seen:
+            self._last.wait()
 
     # -- one version
 
     def _send(self, version: int, held: list[Held], source: Source) -> Report:
         try:
-            go = self._io.run(self._offer(version, held))
-            nbytes, name = 0, ""
-            if go["op"] == "go":
-                nbytes, failed = self._stream(go, source)
-                name = go["id"]
-                go = self._io.run(self._sent(failed))
+            answer = self._io.run(self._offer(version, held))
+            nbytes = 0
+            while answer["op"] == "go":
+                sent, failed = self._stream(answer, source)
+                nbytes += sent
+                message = {"op": "sent", "failed": failed}
+                answer = self._io.run(self._ask(message, "that the receivers have the version"))
         except BaseException:
             # Not at the same message as the coordinator any more: it learns that from the end of the connection.
             self._io.run(self._drop())
+            self._buckets = None
             raise
-        if "error" in go:
-            error = go["error"]
-            if go.get("lost"):
-                raise ConnectionError(f"version {version} was not sent: {error}")
-            raise RuntimeError(f"version {version} was not sent: {error}")
-        if self._delta and name:
-            self._before = name, source
-        for receiver, reason in go["failed"].items():
+        if "error" in answer:
+            reason = answer["error"]
+            if answer.get("lost"):
+                raise ConnectionError(f"version {version} was not sent: {reason}")
+            raise RuntimeError(f"version {version} was not sent: {reason}")
+        for receiver, reason in answer["failed"].items():
             warnings.warn(f"receiver {receiver} does not have version {version}: {reason}", stacklevel=3)
-        return Report(version, tuple(go["receivers"]), dict(go["failed"]), tuple(go["unused"]), nbytes)
+        return Report(version, tuple(answer["receivers"]), dict(answer["failed"]), tuple(answer["unused"]), nbytes)
 
     async def _offer(self, version: int, held: list[Held]) -> Message:
         """Offers a version; returns the message to go, or the result if nothing is sent."""
         if self._control is None:
             self._control, self._told = await self._join(), None
-        told = held if held != self._told else None
+            self._control.beat()
+        told = None if held == self._told else encode(held)
         self._told = held
-        message = {"op": "offer", "version": version, "held": None if told is None else encode(told)}
-        await self._control.send(message)
-        return await self._answer("to begin")
+        return await self._ask({"op": "offer", "version": version, "held": told}, "to begin")
 
-    async def _answer(self, awaited: str) -> Message:
-        # Sender 0 waits for others itself, first for senders, then for receivers, and says so in time.
+    async def _ask(self, message: Message, awaited: str) -> Message:
+        """Sends a message to sender 0; returns its answer, as long as that takes: it waits for others, but not long."""
         assert self._control is not None
         try:
-            async with asyncio.timeout(4 * self._timeout + _RETRY):
-                return await self._control.receive()
-        except TimeoutError:
-            raise TimeoutError(
-                f"sender {self.rank} has waited {4 * self._timeout:g} s for sender 0 to say {awaited}; read its log"
-            ) from None
+            await self._control.send(message)
+            return await self._control.hear(self._timeout)
+        except TimeoutError as error:
+            raise TimeoutError(f"sender {self.rank} has waited for sender 0 to say {awaited}: {error}") from None
         except ConnectionError as error:
             raise ConnectionError(
                 f"sender {self.rank} has lost sender 0, which was to say {awaited}: {error}; restart it, then send "
@@ -274,11 +259,6 @@ class WeightSender:
                     ) from error
                 await asyncio.sleep(_RETRY)
 
-    async def _sent(self, failed: dict[str, str]) -> Message:
-        assert self._control is not None
-        await self._control.send({"op": "sent", "failed": failed})
-        return await self._answer("that the receivers have the version")
-
     async def _drop(self) -> None:
         if self._control is not None:
             self._control.close()
@@ -289,175 +269,117 @@ class WeightSender:
             await self._coordinator.say_goodbye()
         if self._control is not None:
             await self._control.send({"op": "bye"})
+        await self._drop()
 
     def _stream(self, go: Message, source: Source) -> tuple[int, dict[str, str]]:
-        """Sends this rank's pieces to all receivers; returns bytes, and why it failed, by receiver."""
-        for receiver, pieces in go["streams"].items():
-            self._streams[receiver] = decode(Piece, pieces)
-        self._streams = {one: pieces for one, pieces in self._streams.items() if one in go["joined"]}
-        places = {receiver: place for receiver, place in go["receivers"].items() if self._streams[receiver]}
-        self._segments = {
-            receiver: staging
-            for receiver, place in places.items()
-            if (staging := SharedStaging.opened(place.get("segment"), self._segments.get(receiver)))
+        """Sends this rank's pieces to the first receiver of each chain; returns bytes, and why it failed, by id."""
+        streams = {int(number): decode(Piece, pieces) for number, pieces in go["streams"].items()}
+        self._streams |= {number: _Stream(buckets(pieces, self._bucket)) for number, pieces in streams.items()}
+        self._streams = {number: one for number, one in self._streams.items() if number in go["layouts"]}
+        heads = {int(number): place for number, place in go["heads"].items()}
+        heads = {number: place for number, place in heads.items() if self._streams[number].runs}
+        opened = {
+            one["id"]: SharedStaging.opened(one["segment"], self._segments.get(one["id"])) for one in heads.values()
         }
-        lanes = {receiver: _Lane(self._io, self._timeout) for receiver in places}
-        nbytes = 0
+        self._segments = {one: segment for one, segment in opened.items() if segment is not None}
+        lanes = {
+            number: Lane(place, self.rank, opened[place["id"]], self._secret, self._timeout)
+            for number, place in heads.items()
+        }
+        tasks = [self._io.spawn(lane.run(go["round"])) for lane in lanes.values()]
+        bases = {number: heads[number]["base"] == self._streams[number].name for number in heads}
+        for number in heads:
+            self._streams[number].name = 0  # until all is kept
+        problem = "the sender has failed; read its log"
         try:
-            for receiver, lane in lanes.items():
-                place = {**places[receiver], "id": receiver, "round": go["round"], "rank": self.rank}
-                lane.start(self._open(place))
-            for job in self._jobs(places):
-                lane = lanes[job.receiver]
-                if lane.problem:
-                    continue
-                if job.receiver in self._segments:
-                    nbytes += job.nbytes
-                    pack(job.pieces, source, self._segments[job.receiver].part(self.rank, job.offset, job.nbytes))
-                    lane.put({"at": job.offset, "nbytes": job.nbytes, "shared": True}, None)
-                else:
-                    bucket = self._free_bucket(source)
-                    message: Message = {"at": job.offset, "nbytes": job.nbytes}
-                    same = self._before is not None and places[job.receiver]["base"] == self._before[0]
-                    changed, data = bucket.fill(job, source, self._before[1] if same and self._before else None)
-                    nbytes += len(data)
-                    lane.put({**message, **changed}, data, bucket.release)
+            for number, (offset, nbytes, pieces) in self._jobs(heads):
+                lane = lanes[number]
+                if not lane.problem:
+                    self._pack(lane, self._streams[number], bases[number], offset, nbytes, pieces, source)
+            for number, lane in lanes.items():
+                self._streams[number].name = 0 if lane.problem else go["name"]
+            problem = ""
         finally:
             for lane in lanes.values():
-                lane.end()
-        return nbytes, {receiver: lane.problem for receiver, lane in lanes.items() if lane.problem}
+                self._io.loop.call_soon_threadsafe(lane.end, problem)
+            for task in tasks:
+                task.result()
+        failed = {heads[number]["id"]: lane.problem for number, lane in lanes.items() if lane.problem}
+        return sum(lane.nbytes for lane in lanes.values()), failed
 
-    def _jobs(self, places: Mapping[str, Any]) -> Iterator[_Job]:
-        """One bucket for each receiver in turn. Each sender begins with another one, so that no receiver has all."""
-        receivers = deque(sorted(places))
-        receivers.rotate(-self.rank)
-        waiting = deque((receiver, iter(buckets(self._streams[receiver], self._bucket))) for receiver in receivers)
-        while waiting:
-            receiver, runs = waiting.popleft()
-            if (run := next(runs, None)) is not None:
-                yield _Job(receiver, *run)
-                waiting.append((receiver, runs))
+    def _pack(
+        self, lane: Lane, stream: _Stream, same: bool, offset: int, nbytes: int, pieces: list[Piece], source: Source
+    ) -> None:
+        """Puts a bucket on its way, or its changes if the receiver has the `same` version as is kept."""
+        message: Message = {"at": offset, "nbytes": nbytes}
+        if lane.segment is not None and not self._delta and source[pieces[0].name][0].tensor.device.type == "cpu":
+            pack(pieces, source, lane.segment.part(self.rank, offset, nbytes))
+            self._io.loop.call_soon_threadsafe(lane.put, message, None, lambda: None)
+            return
+        bucket = self._free_bucket(source)
+        data = bucket.fill(pieces, source, nbytes)
+        if self._delta:
+            if stream.kept is None:
+                stream.kept = torch.empty(stream.nbytes, dtype=torch.uint8)
+            kept = stream.kept[offset : offset + nbytes]
+            found = changes(pieces, data, kept) if same else None
+            kept.copy_(data)
+            if found is not None:
+                message["changes"], data = found
+        self._io.loop.call_soon_threadsafe(lane.put, message, data, bucket.release)
 
-    async def _open(self, place: Message) -> Connection:
-        connection = await call(place["host"], place["port"], self._secret)
-        await connection.send({"rank": place["rank"], "receiver": place["id"], "round": place["round"]})
-        return connection
+    def _jobs(self, heads: Mapping[int, Message]) -> Iterator[tuple[int, tuple[int, int, list[Piece]]]]:
+        """One bucket for each chain in turn. Each sender begins with another one, so that no receiver has all."""
+        numbers = sorted(heads)
+        begin = self.rank % max(len(numbers), 1)
+        streams = [
+            [(number, run) for run in self._streams[number].runs] for number in numbers[begin:] + numbers[:begin]
+        ]
+        return filter(None, itertools.chain.from_iterable(itertools.zip_longest(*streams)))
 
     def _free_bucket(self, source: Source) -> _Bucket:
         """One of two buckets; waits until it has been sent."""
-        if not self._buckets:
-            largest = max((piece.nbytes for pieces in self._streams.values() for piece in pieces), default=1)
-            device = next((tensor.device for parts in source.values() for _, tensor in parts), torch.device("cpu"))
-            free: queue.SimpleQueue[_Bucket] = queue.SimpleQueue()
-            self._buckets = [_Bucket(max(self._bucket, largest), device, free) for _ in range(2)]
-            for one in self._buckets:
-                one.release()
-        return self._buckets[0].free.get()
-
-
-async def _make(make: Callable[[], Coordinator]) -> Coordinator:
-    return make()
+        if self._buckets is None:
+            device = next((one.tensor.device for parts in source.values() for one in parts), torch.device("cpu"))
+            self._buckets = queue.SimpleQueue()
+            for _ in range(2):
+                self._buckets.put(_Bucket(self._bucket, device, self._buckets))
+        return self._buckets.get()
 
 
 class _Bucket:
     """Memory that is filled on the device of the tensors and sent from the host."""
 
     def __init__(self, nbytes: int, device: torch.device, free: queue.SimpleQueue[_Bucket]) -> None:
-        self.free = free
+        self._free = free
         self._on_host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
         on_device = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self._on_device = self._on_host if device.type == "cpu" else on_device
 
-    def fill(self, job: _Job, source: Source, before: Source | None) -> tuple[Message, memoryview]:
-        """Packs a job, or what has changed since `before`; the result is valid until `release`."""
-        packed = self._on_device[: job.nbytes]
-        pack(job.pieces, source, packed)
-        host = self._on_host[: job.nbytes]
+    def fill(self, pieces: list[Piece], source: Source, nbytes: int) -> torch.Tensor:
+        """Packs pieces; the result is valid until `release`."""
+        packed, host = self._on_device[:nbytes], self._on_host[:nbytes]
+        pack(pieces, source, packed)
         if packed.device.type != "cpu":
             host.copy_(packed)  # waits for the device
-        if before is not None:
-            old = torch.empty_like(host)
-            pack(job.pieces, before, old)
-            if (found := changes(job.pieces, host, old)) is not None:
-                return {"changes": found[0]}, found[1]
-        return {}, bytes_of(host)
+        return host
 
     def release(self) -> None:
         """May be filled again."""
-        self.free.put(self)
-
-
-class _Lane:
-    """Buckets on their way to one receiver, one after the other; after a problem the rest is dropped."""
-
-    def __init__(self, io: IOThread, timeout: float) -> None:
-        self.problem = ""
-        self._io, self._timeout = io, timeout
-        self._queue: asyncio.Queue[tuple[Message, memoryview | None, Callable[[], None]] | None] = asyncio.Queue()
-        self._task: asyncio.Task[None] | None = None
-
-    def start(self, opening: Any) -> None:
-        self._task = self._io.spawn(self._run(opening))
-
-    def put(self, message: Message, data: memoryview | None, then: Callable[[], None] = lambda: None) -> None:
-        """Sends a message and data; calls `then` when the data's memory may be written again."""
-        self._io.loop.call_soon_threadsafe(self._queue.put_nowait, (message, data, then))
-
-    def end(self) -> None:
-        """Waits until all of it has been sent, or failed."""
-        if self._task is not None:
-            self._io.loop.call_soon_threadsafe(self._queue.put_nowait, None)
-            self._io.run(_joined(self._task))
-
-    async def _run(self, opening: Any) -> None:
-        connection: Connection | None = None
-        try:
-            connection = await opening
-        except (OSError, TimeoutError) as error:
-            self.problem = f"cannot be reached: {error or 'no answer'}"
-        while (item := await self._queue.get()) is not None:
-            message, data, then = item
-            try:
-                if connection is not None and not self.problem:
-                    async with asyncio.timeout(self._timeout):
-                        await connection.send(message, data)
-            except TimeoutError:
-                self.problem = f"it has read nothing for {self._timeout:g} s"
-            except OSError as error:
-                self.problem = f"the connection was lost: {error}"
-            finally:
-                then()
-        if connection is not None:
-            if not self.problem:
-                await self._read_end(connection)
-            connection.close()
-
-    async def _read_end(self, connection: Connection) -> None:
-        """Waits until the receiver has closed: what is still on the way would be lost if this end closed first."""
-        try:
-            async with asyncio.timeout(self._timeout):
-                await connection.receive()
-        except TimeoutError:
-            self.problem = f"it has read nothing for {self._timeout:g} s"
-        except OSError:
-            pass  # closed; it tells sender 0 whether it has all
-
-
-async def _joined(task: asyncio.Task[None]) -> None:
-    await task
+        self._free.put(self)
 
 
 @torch.no_grad()
 def _snapshot(held: list[Held], source: Source) -> Source:
     """Copies in host memory, in the dtypes that are sent."""
     dtypes = {one.name: dtype_named(one.dtype) for one in held}
-    copies: dict[str, list[tuple[Box, torch.Tensor]]] = {}
+    copies: dict[str, list[Values]] = {}
     for name, parts in source.items():
         copies[name] = []
-        for box, tensor in parts:
-            on_device = tensor.to(dtypes[name])  # cast before it is moved: fewer bytes
+        for one in parts:
+            on_device = one.of(one.box).to(dtypes[name])  # cast before it is moved: fewer bytes
             copy = torch.empty(on_device.shape, dtype=on_device.dtype, pin_memory=on_device.device.type == "cuda")
-            copies[name].append((box, copy.copy_(on_device, non_blocking=True)))
-    if any(tensor.device.type == "cuda" for parts in source.values() for _, tensor in parts):
+            copies[name].append(Values(one.box, copy.copy_(on_device, non_blocking=True)))
+    if any(one.tensor.device.type == "cuda" for parts in source.values() for one in parts):
         torch.cuda.synchronize()
     return copies

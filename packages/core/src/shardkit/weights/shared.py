@@ -27,11 +27,7 @@ def _host() -> str:
 
 
 class Staging:
-    """The bytes that a receiver has and has not taken yet: those of each sender, one after the other.
-
-    Args:
-        sizes: bytes of each sender.
-    """
+    """The bytes that a receiver has and has not taken yet: those of each sender, one after the other."""
 
     def __init__(self, sizes: Mapping[int, int]) -> None:
         self._offsets: dict[int, int] = {}

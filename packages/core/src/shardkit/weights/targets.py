@@ -27,7 +27,7 @@ class Target:
         tensor: the tensor or view to write into, of the shape of the region. It may have another floating dtype.
 
     Raises:
-        ValueError: if the region is not of the shape of `tensor`.
+        ValueError: if the region is not of the shape of `tensor`, or `tensor` is on the meta device.
     """
 
     name: str
@@ -36,6 +36,10 @@ class Target:
 
     def __post_init__(self) -> None:
         shape = tuple(self.tensor.shape)
+        if self.tensor.is_meta:
+            raise ValueError(
+                f"{self.name}: its tensor is on the meta device, which keeps nothing; give it memory first"
+            )
         if self.region is not None and (seen := self._shape()) != shape:
             raise ValueError(f"{self.name}: the region has shape {seen}, expected {shape}, the shape of its tensor")
 
@@ -48,10 +52,12 @@ class Target:
         sizes = tuple(self.tensor.shape)
         if self.region is None or isinstance(self.region, Region):
             return tuple((0, size) for size in sizes)
-        if len(self.region) != len(sizes) or any(one.step not in (None, 1) for one in self.region):
+        if len(self.region) != len(sizes) or any(
+            one.step not in (None, 1) or (one.start or 0) < 0 or (one.stop or 0) < 0 for one in self.region
+        ):
             raise ValueError(
-                f"{self.name}: region {tuple(self.region)}, expected {len(sizes)} slices without a step, one for each "
-                "dim of its tensor"
+                f"{self.name}: region {tuple(self.region)}, expected {len(sizes)} slices without a step, from the "
+                "beginning of each dim of its tensor"
             )
         starts = [one.start or 0 for one in self.region]
         stops = [

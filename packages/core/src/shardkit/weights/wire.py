@@ -26,30 +26,29 @@ import stat
 import tempfile
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 from urllib.parse import urlsplit
 
-__all__ = ["Connection", "IOThread", "Message", "call", "listen", "parse", "secret_for", "serve"]
+__all__ = ["Closing", "Connection", "IOThread", "Message", "News", "call", "listen", "parse", "secret_for", "serve"]
 
 Message = dict[str, Any]
 _T = TypeVar("_T")
 
+_BEAT = 2.0  # seconds between two signs of life
 _GREETING = b"shardkit weights 1\n"
 _NONCE = 32  # bytes
 _PROOF = 32  # bytes
 _PROVE_WITHIN = 5.0  # seconds
+_RETRY = 0.1  # seconds
 _UNPROVEN = 128  # callers at a time
 _LONGEST_MESSAGE = 256 << 20  # bytes; a description of 10,000 tensors takes about one of these 256
 _SECRET_VARIABLE = "SHARDKIT_WEIGHTS_SECRET"
 
 
 def parse(address: str) -> tuple[str, int]:
-    """Host and port of "tcp://host:port".
-
-    Raises:
-        ValueError: if it is something else.
-    """
+    """Host and port of "tcp://host:port". Raises ValueError if it is something else."""
     parts = urlsplit(address)
     if parts.scheme != "tcp" or not parts.hostname or not parts.port or parts.path:
         raise ValueError(f"address {address!r}, expected one such as 'tcp://host:29600'")
@@ -58,10 +57,8 @@ def parse(address: str) -> tuple[str, int]:
 
 def secret_for(host: str) -> bytes:
     """The secret that all peers share: that of the environment, or, on this host, one in a file of this user only.
-
-    Raises:
-        ValueError: for another host, if the environment has none.
-        PermissionError: if others can write to the directory of the file.
+    Raises ValueError for another host, if the environment has none; PermissionError if others can write to the
+    directory of the file.
     """
     if text := os.environ.get(_SECRET_VARIABLE):
         return text.encode()
@@ -103,21 +100,23 @@ class Connection:
         self._socket = sock
         self._loop = asyncio.get_running_loop()
         self._sending = asyncio.Lock()
+        self._beating: asyncio.Task[None] | None = None
 
     async def send(self, message: Message, data: memoryview | None = None) -> None:
-        """Sends a message, and data right after it."""
+        """Sends a message, and data right after it. Raises ConnectionError if the peer has ended."""
         text = json.dumps(message, separators=(",", ":")).encode()
+        if len(text) > _LONGEST_MESSAGE:
+            raise ValueError(
+                f"a description of {len(text)} bytes, at most {_LONGEST_MESSAGE} are accepted; split the model between "
+                "several senders, by names="
+            )
         async with self._sending:
             await self._loop.sock_sendall(self._socket, len(text).to_bytes(4, "big") + text)
             if data is not None:
                 await self._loop.sock_sendall(self._socket, data)
 
     async def receive(self) -> Message:
-        """The next message.
-
-        Raises:
-            ConnectionError: if the peer has ended, or sends something else.
-        """
+        """The next message. Raises ConnectionError if the peer has ended, or sends something else."""
         length = int.from_bytes(await self._exactly(4), "big")
         if length > _LONGEST_MESSAGE:
             raise ConnectionError(f"a message of {length} bytes, expected at most {_LONGEST_MESSAGE}")
@@ -129,12 +128,31 @@ class Connection:
             raise ConnectionError("a message that is not JSON; install the same version of shardkit on both sides")
         return message
 
-    async def receive_into(self, data: memoryview) -> None:
-        """Fills `data`.
+    def beat(self) -> None:
+        """Shows the peer from now on that this process lives; the peer uses `hear`."""
+        self._beating = self._loop.create_task(self._beat())
 
-        Raises:
-            ConnectionError: if the peer has ended.
+    async def _beat(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                await asyncio.sleep(_BEAT)
+                await self.send({"op": "beat"})
+
+    async def hear(self, patience: float) -> Message:
+        """The next message that is more than a sign of life. Raises ConnectionError as `receive`; TimeoutError if the
+        peer shows no sign of life for `patience` seconds: it is stopped, or its host is gone.
         """
+        while True:
+            try:
+                async with asyncio.timeout(patience + 2 * _BEAT):
+                    message = await self.receive()
+            except TimeoutError:
+                raise TimeoutError(f"no sign of life for {patience + 2 * _BEAT:g} s; read its log") from None
+            if message.get("op") != "beat":
+                return message
+
+    async def receive_into(self, data: memoryview) -> None:
+        """Fills `data`. Raises ConnectionError if the peer has ended."""
         while data:
             count = await self._loop.sock_recv_into(self._socket, data)
             if not count:
@@ -148,9 +166,7 @@ class Connection:
 
     async def prove(self, secret: bytes, *, caller: bool) -> None:
         """Proves to the peer that this process knows the secret, and has it prove the same; see Note [Strangers].
-
-        Raises:
-            ConnectionError: if it does not.
+        Raises ConnectionError if it does not.
         """
         nonce = secrets.token_bytes(_NONCE)
         if caller:
@@ -175,6 +191,8 @@ class Connection:
 
     def close(self) -> None:
         """Closes the connection; transfers that wait in it fail."""
+        if self._beating is not None:
+            self._beating.cancel()
         # Only shutdown wakes a transfer that waits: the loop would forget a descriptor that is closed.
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -186,10 +204,8 @@ def _proof(secret: bytes, side: bytes, nonces: bytes) -> bytes:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens at an address of this host; port 0 takes a free one.
-
-    Raises:
-        OSError: if the host has another address, or the port is taken.
+    """A socket that listens at an address of this host; port 0 takes a free one. Raises OSError if the host has another
+    address, or the port is taken.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -206,15 +222,14 @@ def listen(host: str, port: int) -> socket.socket:
 async def serve(listener: socket.socket, secret: bytes, peer: Callable[[Connection], Awaitable[None]]) -> None:
     """Runs `peer` for each caller that proves itself, until cancelled. Strangers are disconnected."""
     loop = asyncio.get_running_loop()
-    unproven: set[asyncio.Task[None]] = set()
-    tasks: set[asyncio.Task[None]] = set()
+    tasks: dict[Any, bool] = {}  # whether the caller has proved itself; the oldest first
 
     async def admit(sock: socket.socket) -> None:
         connection = Connection(_tuned(sock))
         try:
             async with asyncio.timeout(_PROVE_WITHIN):
                 await connection.prove(secret, caller=False)
-            unproven.discard(asyncio.current_task())
+            tasks[asyncio.current_task()] = True
             await peer(connection)
         except (OSError, TimeoutError, KeyError, TypeError, ValueError):
             pass  # a stranger, or a peer that has ended or is of another version
@@ -223,14 +238,17 @@ async def serve(listener: socket.socket, secret: bytes, peer: Callable[[Connecti
 
     try:
         while True:
-            sock, _ = await loop.sock_accept(listener)
-            if len(unproven) >= _UNPROVEN:
-                sock.close()
+            try:
+                sock, _ = await loop.sock_accept(listener)
+            except OSError:  # no descriptor is free, or the caller has gone
+                await asyncio.sleep(_RETRY)
                 continue
+            unproven = [task for task, proved in tasks.items() if not proved]
+            if len(unproven) >= _UNPROVEN:
+                unproven[0].cancel()  # most likely a stranger: a peer proves itself at once
             task = loop.create_task(admit(sock))
-            for kept in (unproven, tasks):
-                kept.add(task)
-                task.add_done_callback(kept.discard)
+            tasks[task] = False
+            task.add_done_callback(tasks.pop)
     finally:
         listener.close()
         for task in list(tasks):
@@ -238,10 +256,8 @@ async def serve(listener: socket.socket, secret: bytes, peer: Callable[[Connecti
 
 
 async def call(host: str, port: int, secret: bytes) -> Connection:
-    """A connection to the process that listens there.
-
-    Raises:
-        OSError: if it cannot be reached or does not know the secret, after some seconds at most.
+    """A connection to the process that listens there. Raises OSError if it cannot be reached or does not know the
+    secret, after some seconds at most.
     """
     loop = asyncio.get_running_loop()
     found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -261,11 +277,40 @@ async def call(host: str, port: int, secret: bytes) -> Connection:
 
 def _tuned(sock: socket.socket) -> socket.socket:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    # A host that loses power sends no word of it.
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in ((socket.TCP_KEEPIDLE, 15), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3)):
-        sock.setsockopt(socket.IPPROTO_TCP, option, value)
     return sock
+
+
+class News:
+    """Wakes those that wait for a condition to hold."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def tell(self) -> None:
+        """Something has changed."""
+        self._event.set()
+        self._event = asyncio.Event()
+
+    async def until(self, condition: Callable[[], bool], within: float | None = None) -> bool:
+        """Waits until a condition holds, for `within` seconds at most; returns whether it does."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within):
+                while not condition():
+                    await self._event.wait()
+        return condition()
+
+
+class Closing:
+    """Is closed at the end of a `with` block."""
+
+    def close(self) -> None:
+        """Overridden."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class IOThread:
@@ -273,7 +318,7 @@ class IOThread:
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._spawned: set[Future[None]] = set()
         self._thread = threading.Thread(target=self.loop.run_forever, name="shardkit weights", daemon=True)
         self._thread.start()
 
@@ -285,16 +330,12 @@ class IOThread:
         finally:
             future.cancel()
 
-    def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    def spawn(self, work: Coroutine[Any, Any, None]) -> Future[None]:
         """Starts a task that runs until it ends or the thread is closed."""
-
-        async def start() -> asyncio.Task[Any]:
-            task = self.loop.create_task(work)
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-            return task
-
-        return self.run(start())
+        future = asyncio.run_coroutine_threadsafe(work, self.loop)
+        self._spawned.add(future)
+        future.add_done_callback(self._spawned.discard)
+        return future
 
     def close(self) -> None:
         """Cancels all tasks and ends the thread."""
