@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from shardkit.core import Blocks, CPUOffloadPolicy, Owned, fully_shard
 from shardkit.weights import (
     Cut,
+    DirectoryReceiver,
     Part,
     SendersClosed,
     Stack,
@@ -386,3 +387,34 @@ def test_versions_that_are_sent_without_waiting_do_not_mix():
             assert receiver.receive() == version
             assert all((one == version).all() for one in there.values())
         training.result()
+
+
+def test_versions_in_directories(tmp_path):
+    """Each appears when it is complete, with the files beside it; a few are kept."""
+    transformers = pytest.importorskip("transformers")
+    address = free_address()
+    config = transformers.LlamaConfig(
+        vocab_size=8, hidden_size=16, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, head_dim=8
+    )
+    model = transformers.LlamaForCausalLM(config)
+    config.save_pretrained(tmp_path / "config")
+    with torch.device("meta"):
+        like = {
+            **transformers.LlamaForCausalLM(config).bfloat16().state_dict(),
+            "odd": torch.zeros(3, dtype=torch.float32),
+        }
+    values = {**model.state_dict(), "odd": torch.randn(3)}
+    with (
+        WeightSender(values, address, timeout=40, bucket=256) as sender,
+        DirectoryReceiver(
+            address, tmp_path / "out", like, beside=tmp_path / "config", file_bytes=2000, timeout=40
+        ) as receiver,
+    ):
+        for version in (1, 2, 3, 2):
+            with torch.no_grad():
+                model.lm_head.weight.fill_(version)
+            sending = sender.send(version, async_op=True)
+            assert receiver.receive() == version and sending.wait().failed == {}
+            loaded = transformers.LlamaForCausalLM.from_pretrained(receiver.path(version), dtype=torch.bfloat16)
+            assert all(torch.equal(one, values[name].bfloat16()) for name, one in loaded.state_dict().items())
+    assert sorted(one.name for one in (tmp_path / "out").iterdir()) == ["version-2", "version-3"]

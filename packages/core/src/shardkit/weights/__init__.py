@@ -4,12 +4,14 @@ Each trainer rank sends boxes of its own shards, each inference rank receives th
 shardkit imports this package. See docs/how-to/weights.md.
 """
 
+from shardkit.weights.directory import DirectoryReceiver
 from shardkit.weights.receiver import SendersClosed, WeightReceiver
 from shardkit.weights.sender import Report, Sending, WeightSender
 from shardkit.weights.targets import Cut, Experts, Part, Rule, Stack, Target, targets_for, targets_of
 
 __all__ = [
     "Cut",
+    "DirectoryReceiver",
     "Experts",
     "Part",
     "Report",
