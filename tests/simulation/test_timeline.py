@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.simulation.scenarios import COMPARISONS, Measured, measure, measured, named
+import shardkit.core as ours
+from tests.simulation.scenarios import COMPARISONS, Comparison, Measured, measure, measured, named
 from tests.simulation.timeline import Costs, Timeline, holds_gathered
 from tests.simulation.training import BLOCK, SHARDS, Scenario, started, whole_step
 
@@ -128,6 +129,25 @@ def gathered_after_backwards() -> list[int]:
 
 def test_a_backward_that_is_not_the_last_leaves_nothing_gathered(on_device: Callable[..., Any]) -> None:
     assert on_device(gathered_after_backwards) == [0, 0, 0]
+
+
+def peak_of_wide_gradients(by_parameter: bool) -> int:
+    """The peak with bf16 parameters whose gradients are summed in fp32, as each parameter or the policy says."""
+
+    def build(model: Any) -> None:
+        model.to(torch.bfloat16)
+        for param in model.parameters() if by_parameter else ():
+            param.grad_dtype = torch.float32
+
+    policy = {} if by_parameter else {"mp_policy": ours.MixedPrecisionPolicy(reduce_dtype=torch.float32)}
+    scenario = Scenario("wide gradients", build=build, options=policy, coalescing=False, steps=2)
+    return measure(Comparison(scenario, Costs(), lambda step: True), "ours").peak_bytes
+
+
+def test_autograd_makes_no_wide_copies_of_gradients(on_device: Callable[..., Any]) -> None:
+    """The reduction casts them. Sharded ones are as wide as the parameters say."""
+    by_parameter, by_policy = (on_device(peak_of_wide_gradients, by) for by in (True, False))
+    assert by_parameter - by_policy <= 8 * BLOCK.numel * (4 - 2) // SHARDS
 
 
 NAMES = [one.name for one in COMPARISONS]
