@@ -153,7 +153,7 @@ class Loop:
     def _forward(self, micro: Micro) -> tuple[Tensor, list[Tensor], Tensor]:
         self._collect()
         x = self._batch().requires_grad_(micro.inputs)
-        given = x.clone() if self.cast_to is None else x.to(self.cast_to)  # a leaf may not be changed in place
+        given = x.to(self.cast_to or x.dtype, copy=True)  # a leaf may not be changed in place
         output, extra = unpack(self.model, self.model(given))
         for op in micro.change:
             output = changed(op, output)
