@@ -168,8 +168,8 @@ def region_at(
     if flat is not None:
         return flat(coordinate[next(axis for axis, one in enumerate(placements) if not one.is_replicate())])
     dims = Region.whole(shape).runs
-    for placement, size, position in zip(placements, mesh_shape, coordinate, strict=True):
-        (dims,) = _cut_by(placement, name, shape, dims, size, [position])
+    for axis, (size, position) in enumerate(zip(mesh_shape, coordinate, strict=True)):
+        (dims,) = _cut_by(placements, axis, name, shape, dims, size, [position])
     return Region(dims)
 
 
@@ -186,13 +186,14 @@ def regions_of_mesh(
         regions = [flat(position) for position in range(mesh_shape[axis])]
         return [regions[coordinate[axis]] for coordinate in itertools.product(*map(range, mesh_shape))]
     found = [Region.whole(shape).runs]
-    for placement, size in zip(placements, mesh_shape, strict=True):
-        found = [cut for dims in found for cut in _cut_by(placement, name, shape, dims, size, range(size))]
+    for axis, size in enumerate(mesh_shape):
+        found = [cut for dims in found for cut in _cut_by(placements, axis, name, shape, dims, size, range(size))]
     return [Region(dims) for dims in found]
 
 
 def _cut_by(
-    placement: Placement,
+    placements: Sequence[Placement],
+    axis: int,
     name: str,
     shape: Sequence[int],
     dims: tuple[tuple[Run, ...], ...],
@@ -200,6 +201,7 @@ def _cut_by(
     positions: Sequence[int],
 ) -> Iterator[tuple[tuple[Run, ...], ...]]:
     """The parts of `dims` that the ranks at `positions` of an axis of `size` ranks hold."""
+    placement = placements[axis]
     if placement.is_replicate():
         yield from [dims] * len(positions)
         return
@@ -209,7 +211,7 @@ def _cut_by(
         return
     dim = getattr(placement, "dim", None)
     if dim is None:
-        raise ValueError(f"{name}: placement {placement}, expected Shard or Replicate; redistribute it first")
+        raise ValueError(f"{name}: placements {tuple(placements)}, expected Shard or Replicate; redistribute it first")
     # A strided placement cuts the dim into `split_factor` parts and takes its chunk of each part.
     count = getattr(placement, "split_factor", 1)
     parts = [_chunk(dims[dim], count, index) for index in range(count)]
