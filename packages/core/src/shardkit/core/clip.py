@@ -27,7 +27,8 @@ from shardkit.core.torch_compat import foreach_norm, foreach_scale_, local_of
 
 __all__ = ["clip_grad_norm_", "grad_norm"]
 
-# The first of plain parameters whose norms were compared over ranks, and how many: once, as the host waits for it.
+# The first of plain parameters whose norms were compared, and how many: once, as the host waits for it. Their norms are
+# summed over ranks in each call: what ranks exchange must not depend on what one of them remembers.
 _compared: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 Parameters = torch.Tensor | Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
@@ -107,16 +108,16 @@ def grad_norm(
     plan = _Plan.of(distinct)
     with torch.no_grad():
         parts = [_measure(bucket, norm_type, plan, foreach) for bucket in plan.buckets]
-        new = (one.plain is not None and _compared.get(one.plain) != len(one.entries) for one in plan.buckets)
-        plain = [index for index, is_new in enumerate(new) if is_new and plan.groups]
+        plain = [index for index, bucket in enumerate(plan.buckets) if bucket.plain is not None and plan.groups]
         own = [parts[index] for index in plain]
         plan.buckets += [replace(plan.buckets[index], groups=tuple(plan.groups)) for index in plain]
         parts += own
         plan.reduce(parts, dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM)
         for mine in reversed(own):
-            bucket = plan.buckets.pop()
-            _compared[bucket.plain] = len(bucket.entries)
-            _warn_of_own_gradients(bucket, mine, parts.pop(), norm_type)
+            bucket, summed = plan.buckets.pop(), parts.pop()
+            if _compared.get(bucket.plain) != len(bucket.entries):
+                _compared[bucket.plain] = len(bucket.entries)
+                _warn_of_own_gradients(bucket, mine, summed, norm_type)
         norm = _combine(parts, norm_type, plan)
         if error_if_nonfinite and not bool(norm.isfinite()):
             raise RuntimeError(_nonfinite_message(plan, norm, norm_type))
