@@ -16,7 +16,7 @@ import torch.distributed as dist
 __all__ = ["start_logs"]
 
 _VARIABLE = "SHARDKIT_LOGS"
-_PARTS = ("core", "core.engine", "core.checkpoint", "weights", "tp_adapter", "legacy_fsdp_compat", "tools")
+_PARTS = ("core.engine", "core.checkpoint")
 
 
 @functools.cache
@@ -29,16 +29,21 @@ def start_logs() -> None:
     wanted = [word.strip() for word in os.environ.get(_VARIABLE, "").split(",") if word.strip()]
     if not wanted:
         return
+    levels: dict[str, int] = {}
+    for word in wanted:
+        name = word.lstrip("+-")
+        if name not in ("all", *_PARTS):
+            raise ValueError(f"{_VARIABLE} has {word!r}; use all, {' or '.join(_PARTS)}")
+        logger = "shardkit" if name == "all" else f"shardkit.{name}"
+        levels[logger] = {"+": logging.DEBUG, "-": logging.ERROR}.get(word[0], logging.INFO)
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(levelname).1s %(asctime)s rank %(rank)s %(name)s: %(message)s"))
     handler.addFilter(_with_rank)
-    logging.getLogger("shardkit").addHandler(handler)
-    for word in wanted:
-        level = {"+": logging.DEBUG, "-": logging.ERROR}.get(word[0], logging.INFO)
-        name = word.lstrip("+-")
-        if name not in ("all", *_PARTS):
-            raise ValueError(f"{_VARIABLE} has {word!r}; use all, or one of {', '.join(_PARTS)}")
-        logging.getLogger("shardkit" if name == "all" else f"shardkit.{name}").setLevel(level)
+    top = logging.getLogger("shardkit")
+    top.addHandler(handler)
+    top.propagate = False  # the program's own handlers would write each line once more
+    for logger, level in levels.items():
+        logging.getLogger(logger).setLevel(level)
 
 
 def _with_rank(record: logging.LogRecord) -> bool:
