@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from shardkit.core import events
 
@@ -54,7 +55,9 @@ class StepMetrics:
         )
         self._peak_flops = peak_flops
         self._send = None if to is None else _sender(to)
-        self._device = next((one.device for one in model.parameters()), torch.device("cpu"))
+        first = next(model.parameters(), torch.empty(0))
+        # Offloaded parameters lie on the CPU.
+        self._device_type = first.device_mesh.device_type if isinstance(first, DTensor) else first.device.type
         self._blocked = 0.0
         self._spans: list[events.DeviceSpan] = []
         self._steps = 0
@@ -72,20 +75,24 @@ class StepMetrics:
 
         Returns:
             `step` (from 1 on), `seconds` since the last call, `tokens_per_second` of this rank, `mfu` (a share of
-            `peak_flops`), `exposed_communication_seconds` (in which this rank's computation waited for gathers and
-            reductions; on a device those that it has reached by now), `peak_memory_bytes` (torch's count of the device;
+            `peak_flops`), `exposed_communication_seconds` (in which this rank's computation waited for other ranks; on
+            a device the waits that it has reached by now), `peak_memory_bytes` (torch's count of the device;
             not on a CPU), and all `values`, as floats. Reading a tensor waits for the device.
         """
         now = time.perf_counter()
         seconds, self._steps = now - self._began, self._steps + 1
-        done = [span for span in self._spans if span.done]
-        self._spans = [span for span in self._spans if span not in done]
+        spans, self._spans = self._spans, []
+        for span in spans:
+            if span.done:
+                self._blocked += span.seconds()
+            else:
+                self._spans.append(span)
         found = {"step": float(self._steps), "seconds": seconds, "tokens_per_second": tokens / seconds}
         if self._peak_flops is not None:
             found["mfu"] = self._flops * tokens / seconds / self._peak_flops
-        found["exposed_communication_seconds"] = self._blocked + sum(span.seconds() for span in done)
-        if self._device.type != "cpu":
-            found["peak_memory_bytes"] = float(torch.accelerator.max_memory_allocated(self._device))
+        found["exposed_communication_seconds"] = self._blocked
+        if self._device_type != "cpu":
+            found["peak_memory_bytes"] = float(torch.accelerator.max_memory_allocated())
         found.update({name: float(value) for name, value in values.items()})
         if self._send is not None:
             self._send(found, self._steps)
