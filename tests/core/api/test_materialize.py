@@ -374,6 +374,12 @@ def test_bytes_without_an_initialiser_are_refused():
         model.register_buffer("mask", torch.ones(3, dtype=torch.bool))
     with pytest.raises(RuntimeError, match=r"mask: buffer of shape \(3,\); Module has no reset_parameters\(\)"):
         materialize(model, device="cpu")
+    with torch.device("meta"):
+        outer = Written(torch.float32, lambda t: (t.zero_(), outer.inner.mask.fill_(True)))
+        outer.inner = nn.Module()
+        outer.inner.register_buffer("mask", torch.zeros(3, dtype=torch.bool))
+    materialize(outer, device="cpu")  # the module around it has written it
+    assert outer.inner.mask.all()
 
 
 def shard_last_dim(parameter):

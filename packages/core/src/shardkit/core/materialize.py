@@ -3,7 +3,7 @@
 Note [Marked memory]
 Fresh memory is filled with NaN, or in whole numbers of two and more bytes with one that no model uses. An element that
 still has the mark when its initialiser has run was not written. Numbers of one byte have none to spare: they are zeros,
-and count as written if the module has an initialiser.
+and count as written if an initialiser has run for the module, or for one around it.
 """
 
 from __future__ import annotations
@@ -74,11 +74,18 @@ def materialize(
             if not isinstance(tensor, DTensor):
                 _mark(tensor)
         whole = _WholeTensors({key for key, tensor in tensors.items() if isinstance(tensor, DTensor)})
+        reached: set[int] = set()
         for submodule in _bottom_up(module, set()):
             if id(submodule) in owners and (initialise := init or _initialiser_of(submodule)) is not None:
                 with whole.inside(submodule):
                     initialise(submodule)
-    if left := [slot for slot in slots if whole.is_left(slot.tensor()) or _lacks_initialiser(slot, init)]:
+                reached.update(map(id, submodule.modules()))
+    left = []
+    for slot in slots:
+        tensor = slot.tensor()
+        if whole.is_left(tensor) or (_mark_for(tensor.dtype) is None and id(slot.owner) not in reached):
+            left.append(slot)
+    if left:
         raise RuntimeError(_report(left, init))
 
 
@@ -233,11 +240,6 @@ def _mark_for(dtype: torch.dtype) -> float | None:
 
 def _mark(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.fill_(_mark_for(tensor.dtype) or 0)
-
-
-def _lacks_initialiser(slot: _Slot, init: Callable[[nn.Module], object] | None) -> bool:
-    """Whether nothing can have written a tensor without a mark."""
-    return init is None and _mark_for(slot.tensor().dtype) is None and _initialiser_of(slot.owner) is None
 
 
 class _Shown(UserDict[str, nn.Parameter | None]):
