@@ -16,7 +16,6 @@ _PACKAGES = ("core", "tp_adapter", "legacy_fsdp_compat", "tools")
 # Functions whose errors are not for users, with the reason.
 NOT_FOR_USERS = {
     "shardkit.core.parameters.placed._first": "an invariant: torch passes such a tensor",
-    "shardkit.core.runtime.packing.Slots.slot_numel": "an invariant: callers count slots",
     "shardkit.legacy_fsdp_compat.__getattr__": "Python's own words for a name that a module lacks",
     "shardkit.tools.__getattr__": "Python's own words for a name that a module lacks",
     "shardkit.tools.torch_compat.FakeTensors._pictured": "caught in the same file",

@@ -193,7 +193,7 @@ def test_private_names_are_found(text: str, tmp_path: Path):
         "def f(plan):\n    return isinstance(plan.transport, (int, collective.C10dTransport))",
         "type(transport) is SharedTransport",
         "match transport:\n    case CompressedTransport():\n        pass",
-        "issubclass(kind, PairwiseTransport | None)",
+        "issubclass(kind, C10dTransport | None)",
     ],
 )
 def test_a_question_for_the_class_of_a_transport_is_found(text: str, tmp_path: Path):

@@ -36,7 +36,7 @@ def operation(**changes: Any) -> Operation:
         wire_bytes=4 * MIB,
         padding_bytes=0,
         dtype="float32",
-        transport="pairwise",
+        transport="c10d",
         start=0.0,
         end=0.010,
         end_seen=True,

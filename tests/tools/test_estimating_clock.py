@@ -44,7 +44,7 @@ def test_an_operator_takes_its_arithmetic_or_its_traffic(flops: int, nbytes: int
 
 
 def test_a_transfer_takes_its_slowest_link():
-    gloo = MACHINE.replace(transport="pairwise")
+    gloo = MACHINE.replace(transport="gloo")
     assert transfer_seconds(gather(100), gloo) == 100 / 2 / 10 + 1
     # Four ranks on two hosts: half of the bytes come from outside, over two adapters.
     assert transfer_seconds(gather(100, 4, 2), gloo) == 100 / 2 / 2 + 2 * 3

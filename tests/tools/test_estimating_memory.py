@@ -29,7 +29,7 @@ CASES = [(name, (2, 4, 3, 2)[i % 4]) for i, name in enumerate(JOBS)]
 def test_peak_of_tensor_bytes_and_communication(name: str, world_size: int):
     shared = world_size != 3 and name != "compressed"  # shared memory leaves nothing to compress
     measured = run_ranks(world_size, run_job, name, shared)
-    machine = cpu("shared" if shared else "pairwise")
+    machine = cpu("shared" if shared else "gloo")
     # Every job as the first rank of two, and as the last rank of another world, which may have smaller shards.
     rank = 0 if world_size == 2 else world_size - 1
     estimated = estimate_job(JOBS[name], mesh_of(name, world_size), machine, rank=rank)
@@ -48,7 +48,7 @@ def test_peak_of_tensor_bytes_and_communication(name: str, world_size: int):
 
 def test_memory_on_a_cpu_is_that_of_tensors_and_a_note_says_what_is_left_out():
     job = TrainingJob(lambda: nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), lambda: torch.rand(3, 64))
-    found = estimate_job(job, 2, cpu("pairwise").replace(process_bytes=7))
+    found = estimate_job(job, 2, cpu("gloo").replace(process_bytes=7))
     assert found.reserved_bytes == found.peak.bytes + 7
     assert "free memory that the C library's heap keeps is not counted" in found.notes[0]
 
@@ -65,7 +65,7 @@ def wide_head() -> nn.Module:
 
 def test_the_peak_is_told_by_what_it_turned_out_to_be():
     job = TrainingJob(wide_head, lambda: torch.rand(2, 16), optimizer=torch.optim.SGD)
-    peak = estimate_job(job, 2, cpu("pairwise")).peak
+    peak = estimate_job(job, 2, cpu("nccl")).peak
     matrices = 4 * (64 * 16 + 4096 * 64)
     assert peak.phase == "backward"
     assert peak.by_category["sharded_parameters"] == matrices // 2
@@ -83,5 +83,5 @@ def long_loss(output: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
 
 def test_a_peak_in_the_loss_is_not_told_of_a_module():
     job = TrainingJob(wide_head, lambda: torch.rand(2, 16), optimizer=torch.optim.SGD, loss=long_loss)
-    peak = estimate_job(job, 2, cpu("pairwise")).peak
+    peak = estimate_job(job, 2, cpu("gloo")).peak
     assert (peak.fqn, peak.phase) == ("", "backward")

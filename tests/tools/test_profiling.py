@@ -60,7 +60,7 @@ def test_every_collective_is_there(world_size: int, shared: bool) -> None:
     )
     for rank in report.ranks:
         assert per_step(rank) == expected
-        assert {one.transport for one in rank.operations} == {"shared" if shared else "pairwise"}
+        assert {one.transport for one in rank.operations} == {"shared" if shared else "c10d"}
         for one in rank.operations:
             assert one.bytes == (ROOT_BYTES if one.fqn == "FSDPChain" else BLOCK_BYTES)
             assert one.padding_bytes == 0

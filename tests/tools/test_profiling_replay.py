@@ -103,9 +103,9 @@ def replay_of(*entries: tuple[float, Entry]) -> Replay:
 
 def test_a_wait_belongs_to_the_operation_that_it_is_for() -> None:
     replay = replay_of(
-        (1.0, started("a", transport="pairwise")),
+        (1.0, started("a", transport="c10d")),
         (1.1, Launched("a", "all-gather", 0.1)),
-        (2.0, started("b", transport="pairwise")),
+        (2.0, started("b", transport="c10d")),
         (2.1, Launched("b", "all-gather", 0.1)),
         (2.5, ModuleBegan("a", "forward", False)),
         (3.0, WaitStarted("a", "all-gather")),

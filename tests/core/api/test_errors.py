@@ -736,8 +736,7 @@ class _Mixture(nn.Module):
         return sum((torch.tanh(self.experts[index](x)) for index in chosen), x)
 
 
-def _choose_differently(rank: int, world_size: int, shared: bool, apart: bool, chosen: tuple[int, ...]) -> None:
-    os.environ["SHARDKIT_SHARED_MEMORY"] = str(int(shared))
+def _choose_differently(rank: int, world_size: int, apart: bool, chosen: tuple[int, ...]) -> None:
     group = dist.new_group(list(range(world_size)), timeout=dt.timedelta(seconds=4))
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp",))
     model = _Mixture()
@@ -749,16 +748,15 @@ def _choose_differently(rank: int, world_size: int, shared: bool, apart: bool, c
         model(torch.ones(2, 4), (chosen[rank],)).sum().backward()
     text = str(caught.value)
     assert "same modules in the same order" in text or "'experts.0.weight' and" in text or "losed" in text, text
-    if shared and not apart:
+    if not apart:
         assert "set_reduce_scatter_unused_params(True)" in text
 
 
 @pytest.mark.daily(apart=[False])
 @pytest.mark.parametrize("apart", [False, True], ids=["one group", "a group each"])
-@pytest.mark.parametrize("shared", [False, True], ids=["network", "shared memory"])
-def test_ranks_that_choose_other_experts_are_told(shared: bool, apart: bool) -> None:
-    """Gradients and weights of one expert are not taken for another's of the same size."""
-    run_ranks(2, _choose_differently, shared, apart, (0, 1), isolated=True)
+def test_ranks_that_choose_other_experts_are_told(apart: bool) -> None:
+    """In shared memory gradients and weights of one expert are not taken for another's of the same size."""
+    run_ranks(2, _choose_differently, apart, (0, 1), isolated=True)
 
 
 def _replicas_choose_differently(rank: int, world_size: int, shape: tuple[int, int]) -> None:

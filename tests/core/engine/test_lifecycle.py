@@ -6,7 +6,6 @@ import datetime as dt
 import functools
 import gc
 import itertools
-import os
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -629,12 +628,10 @@ def test_after_an_error_nothing_waits_for_a_peer(networked: bool, where: str, tm
     run_ranks(2, _fails_while_a_peer_is_late, networked, where, tmp_path / "returned", isolated=True)
 
 
-@pytest.mark.parametrize("networked", [False, True], ids=["shared memory", "network"])
 @on_ranks(2, isolated=True)
-def test_a_forward_more_on_one_rank_is_an_error_on_both(rank: int, world_size: int, networked: bool) -> None:
+def test_a_forward_more_on_one_rank_is_an_error_on_both(rank: int, world_size: int) -> None:
     """Rank 0 runs a second forward while rank 1 runs the backward of the first; the error is that of a gather."""
     group = dist.new_group(list(range(world_size)), timeout=dt.timedelta(seconds=4))
-    os.environ["SHARDKIT_SHARED_MEMORY"] = str(int(not networked))
     model: Any = MLP()
     _shard_mlp(model, mesh=DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp",)))
     for _ in range(2):

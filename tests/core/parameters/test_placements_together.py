@@ -95,7 +95,8 @@ def test_same_bits_as_shard(rank: int, world_size: int, setting: str, networked:
             continue
         assert seen.keys() == expected.keys()
         for name, value in expected.items():
-            assert torch.equal(seen[name], value) or name.endswith("norm"), (choice, name)
+            # Collectives add terms in an order that depends on where they lie.
+            assert networked or torch.equal(seen[name], value) or name.endswith("norm"), (choice, name)
             torch.testing.assert_close(seen[name], value)
 
 

@@ -11,7 +11,6 @@ from shardkit.core.runtime.choice import transport_for
 from shardkit.core.runtime.collective import C10dTransport
 from shardkit.core.runtime.custom import CustomTransport
 from shardkit.core.runtime.lanes import Program, make_lane
-from shardkit.core.runtime.pairwise import PairwiseTransport
 from shardkit.core.runtime.plan import (
     GatherItem,
     GatherPlan,
@@ -99,8 +98,6 @@ def transport(kind: str) -> Transport:
         shared = transport_for(group, CPU)
         assert isinstance(shared, SharedTransport) or group.size() == 1
         return shared
-    if kind == "pairwise":
-        return PairwiseTransport(group, CPU)
     if kind == "custom":
         return CustomTransport(group, CPU, DefaultAllGather(), DefaultReduceScatter())
     return C10dTransport(group, CPU, direct=kind == "c10d_direct")

@@ -15,7 +15,6 @@ from shardkit.core import CompressionPolicy, MixedPrecisionPolicy, events, fully
 from shardkit.core.runtime.collective import C10dTransport
 from shardkit.core.runtime.compressed import wire
 from shardkit.core.runtime.compressed.wire import format_of
-from shardkit.core.runtime.pairwise import PairwiseTransport
 from shardkit.core.runtime.plan import Mean
 from shardkit.core.runtime.sharding import ChunkLayout
 from tests.core.runtime.cases import (
@@ -40,16 +39,14 @@ POLICIES = {
     "bf16": CompressionPolicy(gather="bf16", reduce="bf16"),
     "feedback": CompressionPolicy(gather="int8", reduce="int8", block=5, error_feedback=True),
 }
-KINDS = ("pairwise", "c10d_packed", "c10d_direct")
+KINDS = ("c10d_packed", "c10d_direct")
 WORLD_SIZES = (2, 3, 4)
 
 
 def _over(kind: str, policy: CompressionPolicy) -> Any:
     group = dist.group.WORLD
     assert group is not None
-    pairwise = kind == "pairwise"
-    below = PairwiseTransport(group, CPU) if pairwise else C10dTransport(group, CPU, direct=kind == "c10d_direct")
-    return below.compressing(policy)
+    return C10dTransport(group, CPU, direct=kind == "c10d_direct").compressing(policy)
 
 
 def rounded(values: Tensor, kind: str | None, policy: CompressionPolicy, dtype: torch.dtype, ndim: int) -> Tensor:
@@ -157,7 +154,7 @@ def test_bf16_gradients_that_are_summed_in_fp32_travel_as_bf16(
     over = _over(kind, POLICIES[name])
     case = CASES["small"]  # vectors as well, which no policy rounds
     plan = reduce_plan(case, over, BF16, F32, label="narrow")
-    assert (plan.transport is over) == (kind != "pairwise" or name == "int8")
+    assert plan.transport is over
     assert plan.wire_dtype is BF16
     if name == "bf16":
         terms = [_terms(case, BF16, one) for one in range(world_size)]
@@ -181,8 +178,8 @@ SMALL = ("small", "empty_chunks", "other_dims")
 def test_chunks_are_rounded_in_parts(rank: int, world_size: int) -> None:
     """Few chunks are rounded at once, so that every run of ranks takes several goes."""
     wire._AT_ONCE = 40
-    _gathers(rank, world_size, "pairwise", "int8", SMALL)
-    _reduces(rank, world_size, "pairwise", "int8", SMALL)
+    _gathers(rank, world_size, "c10d_packed", "int8", SMALL)
+    _reduces(rank, world_size, "c10d_packed", "int8", SMALL)
 
 
 class _Kernels(TorchDispatchMode):
@@ -241,7 +238,7 @@ def test_wire_bytes(rank: int, world_size: int, kind: str) -> None:
     (reduce,) = [e for e in heard if isinstance(e, events.ReduceFinished)]
     assert (gather.bytes, reduce.bytes) == (4028, 4028)
     assert gather.dtype == reduce.dtype == torch.uint8
-    assert gather.wire_bytes == 3 * (row[rank] if kind == "pairwise" else max(row))
+    assert gather.wire_bytes == 3 * max(row)
     assert reduce.wire_bytes == sum(row) - row[rank]
     left: dict[str, int] = {}
     for event in heard:
@@ -257,7 +254,7 @@ def test_wire_bytes(rank: int, world_size: int, kind: str) -> None:
 @on_ranks(3)
 def test_overflow_is_seen_once(rank: int, world_size: int) -> None:
     """Values that are not finite arrive as such, and do not come back with the next gradient."""
-    over = _over("pairwise", POLICIES["feedback"])
+    over = _over("c10d_packed", POLICIES["feedback"])
     case = Case(((world_size, 20),), (0,), (F32,))
     plan = reduce_plan(case, over, F32, F32)
     for bad in (torch.inf, torch.nan):

@@ -10,7 +10,7 @@ from tests.core.runtime.cases import CASES, CPU, chunk_of, gather_plan, placed, 
 from tests.support import on_ranks, run_ranks
 
 WORLD_SIZES = [2, 3, 4]  # one rank has no transport
-TRANSPORTS = ["lent", "shared", "pairwise", "c10d_packed", "c10d_direct", "custom"]
+TRANSPORTS = ["lent", "shared", "c10d_packed", "c10d_direct", "custom"]
 
 
 def _same(seen: torch.Tensor, expected: torch.Tensor) -> None:
@@ -36,7 +36,7 @@ def test_gather_restores_the_tensors(rank: int, world_size: int, kind: str) -> N
                 assert seen.dtype == expected.dtype
 
 
-@pytest.mark.parametrize("kind", ["lent", "shared", "pairwise"])
+@pytest.mark.parametrize("kind", ["lent", "shared", "c10d_packed"])
 @on_ranks(3)
 def test_sources_are_cast_when_written(rank: int, world_size: int, kind: str) -> None:
     over = transport(kind)
@@ -48,7 +48,7 @@ def test_sources_are_cast_when_written(rank: int, world_size: int, kind: str) ->
         _same(seen, expected.bfloat16())
 
 
-@pytest.mark.parametrize("kind", ["lent", "shared", "pairwise"])
+@pytest.mark.parametrize("kind", ["lent", "shared", "c10d_packed"])
 @on_ranks(2, 4)
 def test_gathers_overlap_and_may_be_waited_for_in_any_order(rank: int, world_size: int, kind: str) -> None:
     over = transport(kind)
@@ -82,7 +82,7 @@ def _leaves_version_counters(rank: int, world_size: int, kind: str) -> int:
     return sum(int(t[: i.layout.numel].sum()) for t, i in zip(unsharded, plan.items, strict=True))
 
 
-@pytest.mark.parametrize("kind", ["shared", "pairwise"])
+@pytest.mark.parametrize("kind", ["shared", "c10d_packed"])
 @pytest.mark.parametrize("world_size", [2])
 def test_raw_views_keep_version_counters_and_autograd_out(world_size: int, kind: str) -> None:
     expected = 241 * 250 + 13 + 45 + 6
@@ -106,21 +106,9 @@ def _events_of_a_gather(rank: int, world_size: int, kind: str) -> list[events.Ev
     ]
 
 
-def test_pairwise_sends_the_actual_elements_and_no_more() -> None:
+def test_lent_shards_are_copied_once_and_need_no_buffer() -> None:
     # (241, 250) in chunks of 61, 61, 61, 58 rows; (13,) in 4, 4, 4, 1; (9, 5) cut on dim 1 in 2, 2, 1, 0 columns;
     # (3, 2, 1) cut on dim 2: all on rank 0.
-    own = [61 * 250 + 4 + 18 + 6, 61 * 250 + 4 + 18, 61 * 250 + 4 + 9, 58 * 250 + 1]
-    total = 4 * (241 * 250 + 13 + 45 + 6)
-    packed = 4 * (13 + 45 + 6)
-    for rank, seen in enumerate(run_ranks(4, _events_of_a_gather, "pairwise")):
-        assert seen[:2] == [("blocks.0", total, own[rank] * 4 * 3, torch.float32)] * 2
-        assert seen[2:] == [
-            ("StorageAllocated", "blocks.0", packed, "packed"),
-            ("StorageFreed", "blocks.0", packed, "packed"),
-        ]
-
-
-def test_lent_shards_are_copied_once_and_need_no_buffer() -> None:
     own = [61 * 250 + 4 + 18 + 6, 61 * 250 + 4 + 18, 61 * 250 + 4 + 9, 58 * 250 + 1]
     for rank, seen in enumerate(run_ranks(4, _events_of_a_gather, "lent")):
         assert [entry[2] for entry in seen] == [own[rank] * 4 * 3] * 2

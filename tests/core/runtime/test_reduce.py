@@ -71,12 +71,9 @@ def _reduces(
     ("grad_dtype", "reduce_dtype"), [(F32, F32), (BF16, F32), (BF16, BF16), (F32, BF16), (F16, BF16)]
 )
 @pytest.mark.daily(world_size=[3])
-@pytest.mark.parametrize("kind", ["shared", "pairwise"])
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_owners_sum_in_rank_order(
-    world_size: int, kind: str, grad_dtype: torch.dtype, reduce_dtype: torch.dtype
-) -> None:
-    run_ranks(world_size, _exact, kind, grad_dtype, reduce_dtype)
+def test_owners_sum_in_rank_order(world_size: int, grad_dtype: torch.dtype, reduce_dtype: torch.dtype) -> None:
+    run_ranks(world_size, _exact, "shared", grad_dtype, reduce_dtype)
 
 
 def _exact(rank: int, world_size: int, kind: str, grad_dtype: torch.dtype, reduce_dtype: torch.dtype) -> None:
@@ -108,10 +105,9 @@ def _divides(rank: int, world_size: int, kind: str) -> None:
                 assert torch.equal(seen, expected), (grad_dtype, predivide, postdivide, i)
 
 
-@pytest.mark.parametrize("kind", ["shared", "pairwise"])
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_divisors_divide_each_term_and_the_sum(world_size: int, kind: str) -> None:
-    run_ranks(world_size, _divides, kind)
+def test_divisors_divide_each_term_and_the_sum(world_size: int) -> None:
+    run_ranks(world_size, _divides, "shared")
 
 
 @pytest.mark.parametrize("kind", ["c10d_packed", "c10d_direct"])
@@ -129,20 +125,20 @@ def _averages(rank: int, world_size: int, kind: str) -> list[torch.Tensor]:
     return [seen.clone() for seen in averaged]
 
 
-@pytest.mark.parametrize("kind", ["shared", "pairwise"])
+@pytest.mark.parametrize("kind", ["shared", "c10d_packed"])
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_average_is_the_sum_over_the_world_size(world_size: int, kind: str) -> None:
     run_ranks(world_size, _averages, kind)
 
 
 def test_two_ranks_average_alike_over_every_transport() -> None:
-    first, *others = (run_ranks(2, _averages, kind) for kind in ("shared", "pairwise", "c10d_packed", "custom"))
+    first, *others = (run_ranks(2, _averages, kind) for kind in ("shared", "c10d_packed", "custom"))
     for other in others:
         for ours, theirs in zip(first, other, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-@pytest.mark.parametrize("kind", ["shared", "pairwise", "c10d_direct"])
+@pytest.mark.parametrize("kind", ["shared", "c10d_packed", "c10d_direct"])
 @on_ranks(2, 3)
 def test_strides_of_gradients_do_not_matter(rank: int, world_size: int, kind: str) -> None:
     plan = reduce_plan(CASES["mixed_dims"], transport(kind), F32, F32)
@@ -168,24 +164,7 @@ def _events_of_a_reduction(
             alive += event.bytes
         if isinstance(event, events.StorageFreed):
             alive -= event.bytes
-    staged = [e.bytes for e in heard if isinstance(e, events.StorageAllocated) and e.kind == "reduce_input"]
-    return [started.bytes, started.wire_bytes, finished.wire_bytes, started.dtype, alive, sum(staged)]
-
-
-@pytest.mark.parametrize(("grad_dtype", "landing_rows"), [(BF16, 3), (F32, 2)])
-def test_pairwise_sends_narrow_gradients_as_they_are(grad_dtype: torch.dtype, landing_rows: int) -> None:
-    # Chunks as in the gather's test; a rank sends to each peer the chunks that the peer owns. In one dtype the first
-    # peer's terms arrive in the output: one row less to stage. The large item goes direct in fp32 and packed in bf16.
-    own = [61 * 250 + 4 + 18 + 6, 61 * 250 + 4 + 18, 61 * 250 + 4 + 9, 58 * 250 + 1]
-    size = grad_dtype.itemsize
-    for rank, seen in enumerate(run_ranks(4, _events_of_a_reduction, "pairwise", grad_dtype, F32)):
-        sent = (sum(own) - own[rank]) * size
-        assert seen == [sum(own) * size, sent, sent, grad_dtype, 0, landing_rows * own[rank] * size]
-
-
-def test_two_ranks_reduce_without_staging() -> None:
-    for _, _, _, dtype, alive, staged in run_ranks(2, _events_of_a_reduction, "pairwise", F32, F32):
-        assert (dtype, alive, staged) == (F32, 0, 0)
+    return [started.bytes, started.wire_bytes, finished.wire_bytes, started.dtype, alive]
 
 
 @pytest.mark.parametrize("grad_dtype", [BF16, F32])
@@ -195,7 +174,7 @@ def test_an_outbox_holds_what_peers_own_and_stays(grad_dtype: torch.dtype) -> No
     for rank, seen in enumerate(run_ranks(4, _events_of_a_reduction, "shared", grad_dtype, F32, isolated=True)):
         sent = [numel * size for peer, numel in enumerate(own) if peer != rank]
         kept = sum(-(-nbytes // 64) * 64 for nbytes in sent)  # each peer's row begins at a cache line
-        assert seen == [sum(own) * size, sum(sent), sum(sent), grad_dtype, kept, 0]
+        assert seen == [sum(own) * size, sum(sent), sum(sent), grad_dtype, kept]
 
 
 def test_collectives_send_the_reduce_dtype() -> None:

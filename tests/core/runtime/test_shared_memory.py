@@ -22,8 +22,8 @@ from torch.distributed.tensor import distribute_tensor
 from shardkit.core import UnshardHandle, events, fully_shard
 from shardkit.core.engine.settings import Communication
 from shardkit.core.runtime.choice import transport_for
+from shardkit.core.runtime.collective import C10dTransport
 from shardkit.core.runtime.lanes import make_lane
-from shardkit.core.runtime.pairwise import PairwiseTransport
 from shardkit.core.runtime.shared import segment
 from shardkit.core.runtime.shared.meeting import neighbours_of
 from shardkit.core.runtime.shared.neighbours import Channel, Neighbours
@@ -520,8 +520,8 @@ def _one_declines(rank: int, world_size: int) -> str:
     return kind
 
 
-def test_one_rank_that_declines_makes_all_exchange_pairwise() -> None:
-    assert run_ranks(3, _one_declines, isolated=True) == [PairwiseTransport.__name__] * 3
+def test_one_rank_that_declines_makes_all_use_collectives() -> None:
+    assert run_ranks(3, _one_declines, isolated=True) == [C10dTransport.__name__] * 3
 
 
 _CLONE_NEWNET = 0x40000000  # linux/sched.h
@@ -535,8 +535,8 @@ def _one_is_elsewhere(rank: int, world_size: int) -> str:
     return type(transport_for(group, CPU)).__name__
 
 
-def test_ranks_in_containers_of_their_own_exchange_pairwise() -> None:
-    assert run_ranks(2, _one_is_elsewhere, isolated=True) == [PairwiseTransport.__name__] * 2
+def test_ranks_in_containers_of_their_own_use_collectives() -> None:
+    assert run_ranks(2, _one_is_elsewhere, isolated=True) == [C10dTransport.__name__] * 2
 
 
 def _at_the_limit(rank: int, world_size: int) -> tuple[list[str], int]:

@@ -34,8 +34,8 @@ class _Started:
     reduced. `wire_bytes` counts the bytes that this rank sends; if the backend chooses the algorithm, one chunk for
     each peer is counted. `padding_bytes` counts memory without elements, due to uneven chunks, after the unsharded
     tensors and in the packed buffer. `dtype` is the dtype on the wire (`torch.uint8` for compressed gradients or
-    parameters and for a gather of mixed dtypes). `transport` moves the bytes: "shared", "pairwise", "c10d",
-    "compressed" or "custom".
+    parameters and for a gather of mixed dtypes). `transport` moves the bytes: "shared", "c10d", "compressed" or
+    "custom".
     """
 
     fqn: str

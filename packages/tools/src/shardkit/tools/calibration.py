@@ -144,7 +144,7 @@ def _measure(device: torch.device, ranks: int, file: Path) -> dict[str, Any]:
         gpu = {"name": properties.name, "memory": properties.total_memory, "transport": "nccl"}
         return {**found, **gpu, "attention": _attention()}
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // ranks
-    transport = "shared" if transport_for(group, device).name == "shared" else "pairwise"
+    transport = "shared" if transport_for(group, device).name == "shared" else "gloo"
     return {**found, "name": platform.machine(), "memory": memory, "transport": transport}
 
 

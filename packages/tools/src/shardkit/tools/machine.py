@@ -19,8 +19,8 @@ import torch
 
 from shardkit.tools.files import InputError, read_json
 
-Transport: TypeAlias = Literal["nccl", "shared", "pairwise"]
-"""How core moves bytes there: NCCL in place, gloo through shared memory, gloo between pairs of ranks."""
+Transport: TypeAlias = Literal["nccl", "shared", "gloo"]
+"""How core moves bytes there: NCCL in place, through memory that ranks of a host share, by gloo's collectives."""
 
 
 class MachineError(InputError):

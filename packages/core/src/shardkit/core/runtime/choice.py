@@ -19,7 +19,6 @@ import torch.distributed as dist
 from shardkit.core import torch_compat
 from shardkit.core.runtime.collective import C10dTransport
 from shardkit.core.runtime.memory import RegisteredMemory
-from shardkit.core.runtime.pairwise import PairwiseTransport
 from shardkit.core.runtime.plan import Transport
 from shardkit.core.runtime.shared.meeting import neighbours_of, possible
 from shardkit.core.runtime.shared.transport import SharedTransport
@@ -55,9 +54,9 @@ class Transports:
 def transport_for(group: dist.ProcessGroup, device: torch.device, registered: bool = False) -> Transport:
     """The transport of `group` for tensors on `device`; the same object as long as it is in use.
 
-    gloo on CPU shares memory if all ranks are on one host, and exchanges pairwise if not. A backend that coalesces
-    (NCCL before torch 2.15) runs collectives in place. Any other backend (nccl2, MPI, XCCL, the in-process threaded
-    group, the fake group) runs plain collectives on packed buffers. Ask `require_memory` before `registered`. With gloo
+    gloo on CPU shares memory if all ranks are on one host. A backend that coalesces (NCCL before torch 2.15) runs
+    collectives in place. Any other backend (gloo between hosts, nccl2, MPI, XCCL, the in-process threaded group, the
+    fake group) runs plain collectives on packed buffers. Ask `require_memory` before `registered`. With gloo
     on CPU, and with `registered`, collective over `group` the first time, because the ranks meet.
     """
     if _stand_in is not None:
@@ -82,9 +81,9 @@ def _is_gloo(backend: Any, device: torch.device) -> bool:
 
 def _make_transport(group: dist.ProcessGroup, device: torch.device, registered: bool) -> Transport:
     backend = torch_compat.backend_of(group, device)
-    if _is_gloo(backend, device):
-        neighbours = neighbours_of(group) if group.size() > 1 else None
-        return PairwiseTransport(group, device) if neighbours is None else SharedTransport(group, device, neighbours)
+    gloo = _is_gloo(backend, device) and group.size() > 1
+    if gloo and (neighbours := neighbours_of(group)) is not None:
+        return SharedTransport(group, device, neighbours)
     memory = RegisteredMemory.of(group, device) if registered else None
     return C10dTransport(group, device, direct=coalesces(backend), memory=memory)
 

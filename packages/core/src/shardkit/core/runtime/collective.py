@@ -1,4 +1,4 @@
-"""Gathers of flat buffers, and the backend's own collectives, for every backend except gloo on CPU."""
+"""The backend's own collectives on flat buffers."""
 
 from __future__ import annotations
 
@@ -15,19 +15,42 @@ from shardkit.core.policies import CompressionPolicy
 from shardkit.core.runtime.compressed.transport import CompressedTransport
 from shardkit.core.runtime.lanes import Program, Reduction, hold, note_sources_read
 from shardkit.core.runtime.memory import RegisteredMemory
-from shardkit.core.runtime.packing import Slots, as_dtype, strided
+from shardkit.core.runtime.packing import as_dtype, strided
 from shardkit.core.runtime.plan import GatherPlan, Mean, NetworkTransport, ReducePlan, Transport
 from shardkit.core.runtime.storage import note_allocated, note_freed
 from shardkit.core.torch_compat import foreach_copy_, foreach_zero_
 
-__all__ = ["PLAIN_DTYPES", "C10dTransport", "FlatTransport", "all_reduce", "gather_alone"]
+__all__ = ["PLAIN_DTYPES", "C10dTransport", "all_reduce", "gather_alone"]
 
 # Dtypes that every backend gathers. Other dtypes, and lists of several, are sent as bytes.
 PLAIN_DTYPES = {torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.int32, torch.int64}
 
 
-class FlatTransport(NetworkTransport):
-    """Gathers in place: large items into their own slots, the others through the packed buffer."""
+class C10dTransport(NetworkTransport):
+    """All-gather and reduce-scatter of flat buffers with equal, padded slots.
+
+    With `direct` (a backend that coalesces, NCCL) a list of buffers runs in place in one launch. Without it each call
+    receives one buffer and uses the plain collectives, which every backend has. With `memory`, unsharded parameters,
+    packed buffers and outputs lie there (runtime/memory.py, Note [Registered memory]).
+
+    Raises `NotImplementedError` for a call with several buffers if `direct` is false.
+    """
+
+    name = "c10d"
+    collective = True
+
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, *, direct: bool, memory: RegisteredMemory | None = None
+    ) -> None:
+        super().__init__(group, device)
+        self.direct = direct
+        self._memory = memory
+        self._averages = has_average(group, device)
+        # On a stream lane a blocking call only orders work on this stream, and avoids a switch to another stream.
+        self._async = device.type == "cpu"
+
+    def registered_memory(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if self._memory is None else self._memory.active()
 
     def compressing(self, policy: CompressionPolicy) -> Transport:
         return CompressedTransport(self, policy)
@@ -48,7 +71,7 @@ class FlatTransport(NetworkTransport):
         packed: torch.Tensor | None,
     ) -> Program:
         launched = time.perf_counter()
-        buffers = [flats[i] for i, _ in plan.direct]
+        buffers = [flats[i] for i in plan.direct]
         if packed is not None:
             buffers.append(packed)
         _write_own_chunks(plan, sources, flats, packed)
@@ -56,7 +79,7 @@ class FlatTransport(NetworkTransport):
         with plan.reported(launched):
             try:
                 if buffers:
-                    yield self.all_gather(buffers, plan.slots, plan.tag)
+                    yield self.all_gather(buffers)
                 if packed is not None:
                     assert plan.packing is not None
                     plan.packing.copy_out(packed, flats)
@@ -64,35 +87,7 @@ class FlatTransport(NetworkTransport):
                 if packed is not None:
                     note_freed(packed, plan.label, "packed")
 
-
-class C10dTransport(FlatTransport):
-    """All-gather and reduce-scatter of flat buffers with equal, padded slots.
-
-    With `direct` (a backend that coalesces, NCCL) a list of buffers runs in place in one launch. Without it each call
-    receives one buffer and uses the plain collectives, which every backend has. With `memory`, unsharded parameters,
-    packed buffers and outputs lie there (runtime/memory.py, Note [Registered memory]).
-
-    Raises `NotImplementedError` for a call with several buffers if `direct` is false.
-    """
-
-    name = "c10d"
-    padded = True
-    sums_locally = False
-
-    def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, *, direct: bool, memory: RegisteredMemory | None = None
-    ) -> None:
-        super().__init__(group, device)
-        self.direct = direct
-        self._memory = memory
-        self._averages = has_average(group, device)
-        # On a stream lane a blocking call only orders work on this stream, and avoids a switch to another stream.
-        self._async = device.type == "cpu"
-
-    def registered_memory(self) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext() if self._memory is None else self._memory.active()
-
-    def all_gather(self, buffers: Sequence[torch.Tensor], slots: Sequence[Slots], tag: int) -> Sequence[dist.Work]:
+    def all_gather(self, buffers: Sequence[torch.Tensor]) -> Sequence[dist.Work]:
         outputs = list(buffers)
         dtypes = {output.dtype for output in outputs}
         if len(dtypes) > 1 or not dtypes <= PLAIN_DTYPES:
@@ -105,7 +100,7 @@ class C10dTransport(FlatTransport):
         return _works(torch_compat.all_gather_coalesced(self.group, outputs, inputs, self._async))
 
     def exchange(
-        self, outgoing: torch.Tensor, sent: Sequence[int], incoming: torch.Tensor, received: Sequence[int], tag: int
+        self, outgoing: torch.Tensor, sent: Sequence[int], incoming: torch.Tensor, received: Sequence[int]
     ) -> Sequence[dist.Work]:
         sizes = list(received), list(sent)
         return _works(dist.all_to_all_single(incoming, outgoing, *sizes, group=self.group, async_op=self._async))

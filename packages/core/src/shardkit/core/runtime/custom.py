@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from shardkit.core.policies import AllGather, ReduceScatter
 from shardkit.core.runtime.collective import C10dTransport
-from shardkit.core.runtime.packing import Slots
 
 
 class CustomTransport(C10dTransport):
@@ -33,9 +32,9 @@ class CustomTransport(C10dTransport):
         self._gathering = all_gather
         self._reducing = reduce_scatter
 
-    def all_gather(self, buffers: Sequence[torch.Tensor], slots: Sequence[Slots], tag: int) -> Sequence[dist.Work]:
-        (buffer,), (slot,) = buffers, slots
-        chunk = slot.slot_numel(self.rank)
+    def all_gather(self, buffers: Sequence[torch.Tensor]) -> Sequence[dist.Work]:
+        (buffer,) = buffers
+        chunk = buffer.numel() // self.world_size
         own = buffer.narrow(0, self.rank * chunk, chunk)
         assert self._gathering is not None
         work = self._gathering(output_tensor=buffer, input_tensor=own, group=self.group, async_op=self._async)

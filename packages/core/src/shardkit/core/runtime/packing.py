@@ -1,4 +1,4 @@
-"""Flat buffers: in-place slots of one item, and the packed buffer with a row for each rank.
+"""The packed buffer with a row for each rank.
 
 Note [Chunks as strides]: chunks of one shape on consecutive ranks lie at equal distances, both in the packed buffer and
 in the whole tensor. So one strided view on each side covers all of them, and one copy moves them. A step takes a few
@@ -21,52 +21,6 @@ from shardkit.core.torch_compat import chunk_cat, foreach_copy_, foreach_zero_
 # Items of a byte buffer start at multiples of this, so that each can be viewed as its own dtype. 16 suits the widest
 # dtype (complex128) and vectorized copies.
 _ALIGNMENT = 16
-
-
-@dataclass(frozen=True)
-class Slots:
-    """Consecutive slots of a flat buffer, slot `r` for rank `r`; the last `tail` elements are unused.
-
-    `runs` are pairs (ranks, elements of each slot), so that equal slots take no memory for each rank.
-
-    ::
-
-        runs = ((3, 3), (1, 1)), tail = 2      | 0 0 0 | 1 1 1 | 2 2 2 | 3 | . . |
-    """
-
-    runs: tuple[tuple[int, int], ...]
-    tail: int = 0
-
-    @functools.cached_property
-    def numel(self) -> int:
-        """Elements of all slots together, without the tail."""
-        return sum(count * each for count, each in self.runs)
-
-    def slot_numel(self, rank: int) -> int:
-        """Elements of `rank`'s slot."""
-        for count, each in self.runs:
-            if rank < count:
-                return each
-            rank -= count
-        raise IndexError(f"no slot {rank} behind the last one")
-
-    def start(self, rank: int) -> int:
-        """First element of `rank`'s slot."""
-        start = 0
-        for count, each in self.runs:
-            start += min(rank, count) * each
-            rank = max(0, rank - count)
-        return start
-
-    def sizes(self) -> tuple[int, ...]:
-        """Sizes for one `split_with_sizes` call: the slots in rank order, then the tail if there is one.
-
-        Its length is the size of the group: for transports that send to each rank separately.
-        """
-        sizes: tuple[int, ...] = ()
-        for count, each in self.runs:
-            sizes += (each,) * count
-        return (*sizes, self.tail) if self.tail else sizes
 
 
 class Block(NamedTuple):
@@ -112,25 +66,26 @@ class Packing:
     ::
 
         row of rank 0                  row of rank 1
-        | a0 a0 a0 . | b0 b0 b0 b0 |   | a1 a1 . . | b1 b1 . . |    '.': padding (collectives) or alignment (bytes)
+        | a0 a0 a0 . | b0 b0 b0 b0 |   | a1 a1 . . | b1 b1 . . |    '.': padding, or alignment (bytes)
 
-    `items` are the indices of the packed items, `slots` the rows. `columns` are (item, elements) of each item in a row
-    if the buffer is a matrix with a row for each rank and every item is cut on dim 0, so that torch's operators for
-    such buffers apply; otherwise it is empty. A `ragged` buffer with rows of one size has no columns: each row holds
-    its rank's chunks in sequence, because a tensor with one owner would leave its column empty elsewhere.
+    `items` are the indices of the packed items; all rows have `row_numel` elements. `columns` are (item, elements) of
+    each item in a row if every item is cut on dim 0, so that torch's operators for matrices apply; otherwise it is
+    empty. A `ragged` buffer has no columns: each row holds its rank's chunks in sequence, because a tensor with one
+    owner would leave its column empty elsewhere.
     """
 
     items: tuple[int, ...]
     blocks: tuple[Block, ...]
     gaps: tuple[Gap, ...]
-    slots: Slots
+    world_size: int
+    row_numel: int
     columns: tuple[tuple[int, int], ...]
     ragged: bool = False
 
     @functools.cached_property
     def numel(self) -> int:
         """Elements of the buffer."""
-        return self.slots.numel
+        return self.world_size * self.row_numel
 
     def row(self, rank: int) -> tuple[Place, ...]:
         """The non-empty chunks of `rank`."""
@@ -142,8 +97,7 @@ class Packing:
 
     def row_gaps(self, rank: int) -> tuple[tuple[int, int], ...]:
         """(start, elements) of each gap in the row of `rank`."""
-        begin = self.slots.start(rank)
-        end = begin + self.slots.slot_numel(rank)
+        begin, end = rank * self.row_numel, (rank + 1) * self.row_numel
         found = []
         for (count, unused), (row, _), at in self.gaps:
             place = at + max(0, -(-(begin - at) // row)) * row
@@ -154,7 +108,7 @@ class Packing:
     def fill(self, buffer: torch.Tensor, wholes: Sequence[torch.Tensor]) -> None:
         """Copies the packed items of `wholes`, of any strides, to the rows of all ranks, cast; zeroes the padding."""
         if chunk_cat is not None and self._as_matrix(buffer):
-            rows = buffer.view(self.slots.runs[0][0], -1)
+            rows = buffer.view(self.world_size, -1)
             chunk_cat([wholes[item] for item, _ in self.columns], 0, rows.shape[0], out=rows)
             return
         targets: list[torch.Tensor] = []
@@ -177,7 +131,7 @@ class Packing:
         The flat tensor of an item cut on dim 0 must have room for the padding.
         """
         if self._as_matrix(buffer):
-            rows = buffer.view(self.slots.runs[0][0], -1)
+            rows = buffer.view(self.world_size, -1)
             out = [flats[item].view(rows.shape[0], -1) for item, _ in self.columns]
             torch.split_with_sizes_copy(rows, [size for _, size in self.columns], 1, out=out)
             return
@@ -208,30 +162,28 @@ def as_dtype(buffer: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def pack(
-    layouts: Sequence[ChunkLayout], items: Sequence[int], widths: Sequence[int], *, padded: bool, aligned: bool
+    layouts: Sequence[ChunkLayout], items: Sequence[int], widths: Sequence[int], *, aligned: bool
 ) -> Packing | None:
     """The packing of `items` (indices into `layouts`), or None when they have no elements.
 
-    `widths[i]` is the number of buffer elements in one element of item `i` (its bytes, in a byte buffer). `padded`
-    gives all rows one size; `aligned` starts every piece at a multiple of 16. Equal groups, such as a model's layers,
-    share one object.
+    `widths[i]` is the number of buffer elements in one element of item `i` (its bytes, in a byte buffer). `aligned`
+    starts every piece at a multiple of 16. Equal groups, such as a model's layers, share one object.
     """
-    return _pack(tuple(layouts), tuple(items), tuple(widths), padded, aligned)
+    return _pack(tuple(layouts), tuple(items), tuple(widths), aligned)
 
 
 @functools.lru_cache(maxsize=64)
 def _pack(
-    layouts: tuple[ChunkLayout, ...], items: tuple[int, ...], widths: tuple[int, ...], padded: bool, aligned: bool
+    layouts: tuple[ChunkLayout, ...], items: tuple[int, ...], widths: tuple[int, ...], aligned: bool
 ) -> Packing | None:
     filled = [item for item in items if layouts[item].numel]
     if not filled:
         return None
-    ragged = padded and any(layouts[item].owner is not None for item in filled)
-    equal = padded and not ragged
+    ragged = any(layouts[item].owner is not None for item in filled)
 
     def room(item: int, rank: int) -> int:
         layout = layouts[item]
-        numel = (layout.padded_local_numel if equal else layout.local_numel(rank)) * widths[item]
+        numel = (layout.local_numel(rank) if ragged else layout.padded_local_numel) * widths[item]
         return -(-numel // _ALIGNMENT) * _ALIGNMENT if aligned else numel
 
     blocks: list[Block] = []
@@ -246,29 +198,23 @@ def _pack(
             gaps.append(Gap((count, unused), (row, 1), at + used))
 
     world = layouts[filled[0]].world_size
-    if equal:
+    if not ragged:
         *columns, row = itertools.accumulate((room(item, 0) for item in filled), initial=0)
         for item, column in zip(filled, columns, strict=True):
             for run in layouts[item].runs:
                 lay(item, run.first, run.ranks, row, column + run.first * row)
         dense = not aligned and all(layouts[item].has_equal_slots for item in filled)
         sizes = tuple((item, room(item, 0)) for item in filled) if dense else ()
-        return Packing(items, tuple(blocks), tuple(gaps), Slots(((world, row),)), sizes)
-    rows: list[tuple[int, int]] = []
-    start = 0
+        return Packing(items, tuple(blocks), tuple(gaps), world, row, sizes)
     runs = runs_together([layouts[item] for item in filled])
-    widest = max(sum(room(item, first) for item in filled) for first, _ in runs)
+    row = max(sum(room(item, first) for item in filled) for first, _ in runs)
     for first, count in runs:
         *columns, used = itertools.accumulate((room(item, first) for item in filled), initial=0)
-        row = widest if ragged else used
         for item, column in zip(filled, columns, strict=True):
-            lay(item, first, count, row, start + column)
+            lay(item, first, count, row, first * row + column)
         if row > used:
-            gaps.append(Gap((count, row - used), (row, 1), start + used))
-        rows.append((count, row))
-        start += count * row
-    slots = Slots(((world, widest),)) if ragged else Slots(tuple(rows))
-    return Packing(items, tuple(blocks), tuple(gaps), slots, (), ragged)
+            gaps.append(Gap((count, row - used), (row, 1), first * row + used))
+    return Packing(items, tuple(blocks), tuple(gaps), world, row, (), ragged=True)
 
 
 def _block(layout: ChunkLayout, item: int, width: int, first: int, count: int, row: int, at: int) -> Block:

@@ -12,7 +12,6 @@ transport for which it was made runs it: `plan.transport.gather(plan, ...)` and 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import math
 import time
 import warnings
@@ -28,7 +27,7 @@ import torch.distributed as dist
 from shardkit.core import events
 from shardkit.core.policies import CompressionPolicy
 from shardkit.core.runtime.lanes import Program, Reduction
-from shardkit.core.runtime.packing import Packing, Place, Slots, pack
+from shardkit.core.runtime.packing import Packing, Place, pack
 from shardkit.core.runtime.sharding import ChunkLayout, runs_together
 from shardkit.core.runtime.storage import note_allocated
 
@@ -82,22 +81,20 @@ class Mean:
 
 
 class Transport(ABC):
-    """Moves the items of plans between the ranks of one process group: `pairwise`, `collective`, `shared`, ...
+    """Moves the items of plans between the ranks of one process group: `collective`, `shared`, ...
 
     Attributes:
         name: its name in events.
-        direct: whether it moves a list of tensors in place in one launch; if not, plans pack everything in one buffer.
-        packs: whether small items, and items cut on another dim than 0, are packed into one buffer nevertheless.
-        padded: whether the slots of a buffer must have one size.
-        sums_locally: whether gradients are sent without summing to their owner, which sums them.
+        collective: whether the backend's collectives move the bytes. They take equal, padded rows and sum on the way,
+            so small items, and items that have no such rows, are packed into one buffer. If not, every item goes
+            direct, and gradients are sent without summing to their owner, which sums them.
+        direct: whether collectives move a list of tensors in place in one launch; if not, plans pack everything.
         peers_read_shards: whether peers read this rank's shards in place, until `wait_until_read`.
     """
 
     name = "custom"
+    collective = False
     direct = True
-    packs = True
-    padded = False
-    sums_locally = True
     peers_read_shards = False
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -176,23 +173,19 @@ class Transport(ABC):
 
 
 class NetworkTransport(Transport):
-    """A transport whose bytes cross a network, in flat buffers with a slot for each rank."""
+    """A transport whose bytes cross a network, in flat buffers with a slot of one size for each rank."""
 
     @abstractmethod
-    def all_gather(self, buffers: Sequence[torch.Tensor], slots: Sequence[Slots], tag: int) -> Sequence[dist.Work]:
-        """Fills every rank's slot of each 1-D buffer from that rank's own slot, in place (collective).
-
-        `tag` is the plan's: a transport that supports it separates ranks that run different plans.
-        """
+    def all_gather(self, buffers: Sequence[torch.Tensor]) -> Sequence[dist.Work]:
+        """Fills every rank's slot of each 1-D buffer from that rank's own slot, in place (collective)."""
 
     @abstractmethod
     def exchange(
-        self, outgoing: torch.Tensor, sent: Sequence[int], incoming: torch.Tensor, received: Sequence[int], tag: int
+        self, outgoing: torch.Tensor, sent: Sequence[int], incoming: torch.Tensor, received: Sequence[int]
     ) -> Sequence[dist.Work]:
         """Sends part `r` of `outgoing` to each rank `r`, and receives part `r` of `incoming` from there (collective).
 
         Both are 1-D tensors of bytes; `sent` and `received` are the sizes of the parts. Those of this rank are empty.
-        `tag` is the plan's, as in `all_gather`.
         """
 
 
@@ -200,15 +193,15 @@ class NetworkTransport(Transport):
 class GatherPlan:
     """How a group is gathered.
 
-    `direct` holds indices of items that are gathered in place, with their slots; `packing` is the packed buffer for the
-    others, of dtype `packed_dtype`. `dtype` is the items' common dtype, or `torch.uint8` if they differ.
+    `direct` holds indices of items that are gathered in place; `packing` is the packed buffer for the others, of dtype
+    `packed_dtype`. `dtype` is the items' common dtype, or `torch.uint8` if they differ.
     """
 
     items: tuple[GatherItem, ...]
     transport: Transport
     label: str
     rank: int
-    direct: tuple[tuple[int, Slots], ...]
+    direct: tuple[int, ...]
     packing: Packing | None
     packed_dtype: torch.dtype
     dtype: torch.dtype
@@ -219,23 +212,12 @@ class GatherPlan:
         return tuple(item.fqn for item in self.items)
 
     @cached_property
-    def tag(self) -> int:
-        """A number shared by ranks that run this very gather."""
-        return _tag("gather", self.label, len(self.items), self.dtype)
-
-    @cached_property
-    def slots(self) -> tuple[Slots, ...]:
-        """The slots of the buffers that are sent: one buffer for each direct item, then the packed one."""
-        packed = () if self.packing is None else (self.packing.slots,)
-        return (*(slots for _, slots in self.direct), *packed)
-
-    @cached_property
     def own_slots(self) -> tuple[tuple[int, int, int, tuple[int, ...]], ...]:
         """(item, start, numel, shape) of this rank's non-empty chunk in the flat tensor of each direct item."""
-        layouts = [(i, slot, self.items[i].layout) for i, slot in self.direct]
+        layouts = [(i, self.items[i].layout) for i in self.direct]
         return tuple(
-            (i, slot.start(self.rank), layout.local_numel(self.rank), layout.local_shape(self.rank))
-            for i, slot, layout in layouts
+            (i, self.rank * layout.padded_local_numel, layout.local_numel(self.rank), layout.local_shape(self.rank))
+            for i, layout in layouts
             if layout.local_numel(self.rank)
         )
 
@@ -247,12 +229,9 @@ class GatherPlan:
     @cached_property
     def own_padding(self) -> tuple[tuple[tuple[int, int, int], ...], tuple[tuple[int, int], ...]]:
         """Parts that no chunk of this rank fills: (item, start, numel) in slots, (start, numel) in the packed row."""
-        filled = [(i, slot, self.items[i].layout.local_numel(self.rank)) for i, slot in self.direct]
-        slots = tuple(
-            (i, slot.start(self.rank) + numel, slot.slot_numel(self.rank) - numel)
-            for i, slot, numel in filled
-            if numel < slot.slot_numel(self.rank)
-        )
+        layouts = [(i, self.items[i].layout) for i in self.direct]
+        filled = [(i, layout.padded_local_numel, layout.local_numel(self.rank)) for i, layout in layouts]
+        slots = tuple((i, self.rank * slot + numel, slot - numel) for i, slot, numel in filled if numel < slot)
         return slots, () if self.packing is None else self.packing.row_gaps(self.rank)
 
     @cached_property
@@ -263,9 +242,13 @@ class GatherPlan:
     @cached_property
     def wire_nbytes(self) -> int:
         """Bytes that this rank sends in one gather: its slot of every buffer, to each peer."""
-        own = sum(slot.slot_numel(self.rank) * self.items[i].dtype.itemsize for i, slot in self.direct)
+        own = 0
+        for item in (self.items[i] for i in self.direct):
+            padded = self.transport.collective
+            numel = item.layout.padded_local_numel if padded else item.layout.local_numel(self.rank)
+            own += numel * item.dtype.itemsize
         if self.packing is not None:
-            own += self.packing.slots.slot_numel(self.rank) * self.packed_dtype.itemsize
+            own += self.packing.row_numel * self.packed_dtype.itemsize
         return own * (self.transport.world_size - 1)
 
     @cached_property
@@ -325,11 +308,6 @@ class ReducePlan:
         return tuple(item.fqn for item in self.items)
 
     @cached_property
-    def tag(self) -> int:
-        """A number shared by ranks that run this very reduction."""
-        return _tag("reduce", self.label, self.members, self.wire_dtype)
-
-    @cached_property
     def piece_sizes(self) -> tuple[tuple[int, ...], ...]:
         """For each rank, the elements of its chunk of every item; for transports that send to each rank separately."""
         layouts = [item.layout for item in self.items]
@@ -354,19 +332,6 @@ class ReducePlan:
         return sum(self.output_sizes)
 
     @cached_property
-    def row_sizes(self) -> tuple[int, ...]:
-        """The pieces that one peer sends to this rank, in output order: direct chunks, then the packed row."""
-        sizes = [self.items[i].layout.local_numel(self.rank) for i in self.direct]
-        if self.packing is not None:
-            sizes.append(self.packing.slots.slot_numel(self.rank))
-        return tuple(size for size in sizes if size)
-
-    @cached_property
-    def lands_in_output(self) -> bool:
-        """Whether the first peer's terms arrive directly in the output; see Note [Rank order]."""
-        return self.wire_dtype == self.reduce_dtype
-
-    @cached_property
     def nbytes(self) -> int:
         """Bytes of the full gradients in `grad_dtype`."""
         return sum(item.layout.numel for item in self.items) * self.grad_dtype.itemsize
@@ -382,7 +347,7 @@ class ReducePlan:
         layouts = [self.items[i].layout for i in self.direct]
         numel = sum(layout.numel - layout.local_numel(self.rank) for layout in layouts)
         if self.packing is not None:
-            numel += self.packing.numel - self.packing.slots.slot_numel(self.rank)
+            numel += self.packing.numel - self.packing.row_numel
         return numel * self.wire_dtype.itemsize
 
     @cached_property
@@ -457,14 +422,14 @@ def plan_gather(items: Sequence[GatherItem], transport: Transport, label: str, r
     packed_dtype = packed_dtypes.pop() if len(packed_dtypes) == 1 else torch.uint8
     widths = [item.dtype.itemsize if mixed else 1 for item in items]
     dtypes = {item.dtype for item in items}
-    packing = pack(layouts, packed, widths, padded=transport.padded, aligned=mixed) if packed else None
+    packing = pack(layouts, packed, widths, aligned=mixed) if packed else None
     _warn_of_long_rows(packing, [layouts[i].numel * widths[i] for i in packed], packed_dtype, transport, label)
     return GatherPlan(
         items=tuple(items),
         transport=transport,
         label=label,
         rank=rank,
-        direct=tuple((i, _gather_slots(layouts[i], padded=transport.padded)) for i in direct),
+        direct=tuple(direct),
         packing=packing,
         packed_dtype=packed_dtype,
         dtype=dtypes.pop() if len(dtypes) == 1 else torch.uint8,
@@ -490,8 +455,8 @@ def plan_reduce(
     wire_dtype = _wire_dtype(transport, grad_dtype, reduce_dtype)
     as_is = grad_dtype == wire_dtype
     direct, packed = _parted([_reduces_direct(layout, wire_dtype, as_is, transport) for layout in layouts])
-    packing = pack(layouts, packed, [1] * len(items), padded=transport.padded, aligned=False) if packed else None
-    sizes, places = _output_order(layouts, direct, packed, packing, rank, padded=transport.padded)
+    packing = pack(layouts, packed, [1] * len(items), aligned=False) if packed else None
+    sizes, places = _output_order(layouts, direct, packed, packing, rank, padded=transport.collective)
     return ReducePlan(
         items=tuple(items),
         transport=transport,
@@ -508,20 +473,14 @@ def plan_reduce(
     )
 
 
-def _tag(*what: object) -> int:
-    """31 bits for gloo's tags, above those of users."""
-    digest = hashlib.blake2b(repr(what).encode(), digest_size=4).digest()
-    return 1 << 30 | int.from_bytes(digest, "big") >> 2
-
-
 def _wire_dtype(transport: Transport, grad_dtype: torch.dtype, reduce_dtype: torch.dtype) -> torch.dtype:
     """The dtype in which gradients are sent, before any compression.
 
-    If the owner sums (`sums_locally`), gradients narrower than `reduce_dtype` are sent unchanged: half the bytes for
-    bf16 gradients, and still a sum in fp32. Others are cast first. A collective sums on the way, so it always needs
-    `reduce_dtype` on the wire.
+    If the owner sums, gradients narrower than `reduce_dtype` are sent unchanged: half the bytes for bf16 gradients, and
+    still a sum in fp32. Others are cast first. A collective sums on the way, so it always needs `reduce_dtype` on the
+    wire.
     """
-    return grad_dtype if transport.sums_locally and grad_dtype.itemsize < reduce_dtype.itemsize else reduce_dtype
+    return grad_dtype if not transport.collective and grad_dtype.itemsize < reduce_dtype.itemsize else reduce_dtype
 
 
 def _parted(direct: Sequence[bool]) -> tuple[list[int], list[int]]:
@@ -555,24 +514,16 @@ def _warn_of_long_rows(
 
 
 def _goes_direct(layout: ChunkLayout, itemsize: int, transport: Transport) -> bool:
-    if not transport.packs:
+    if not transport.collective:
         return True
-    in_place = layout.has_equal_slots if transport.padded else layout.dim == 0
-    return transport.direct and in_place and layout.padded_local_numel * itemsize >= SMALL_BYTES
+    return transport.direct and layout.has_equal_slots and layout.padded_local_numel * itemsize >= SMALL_BYTES
 
 
 def _reduces_direct(layout: ChunkLayout, wire_dtype: torch.dtype, as_is: bool, transport: Transport) -> bool:
     if not _goes_direct(layout, wire_dtype.itemsize, transport):
         return False
     # A collective reads world_size equal rows from the gradient itself, which excludes padding and casts.
-    return not transport.padded or (as_is and layout.padded_numel == layout.numel)
-
-
-def _gather_slots(layout: ChunkLayout, *, padded: bool) -> Slots:
-    if padded:
-        return Slots(((layout.world_size, layout.padded_local_numel),))
-    runs = tuple((run.ranks, layout.local_numel(run.first)) for run in layout.runs)
-    return Slots(runs, layout.flat_numel - layout.numel)
+    return not transport.collective or (as_is and layout.padded_numel == layout.numel)
 
 
 def _output_order(
@@ -597,5 +548,5 @@ def _output_order(
         if padded and layout.padded_local_numel > used and not (ragged and i in packed):
             sizes.append(layout.padded_local_numel - used)
     if packing is not None and ragged:
-        sizes.append(packing.slots.slot_numel(rank) - sum(layouts[i].local_numel(rank) for i in packed))
+        sizes.append(packing.row_numel - sum(layouts[i].local_numel(rank) for i in packed))
     return tuple(sizes), tuple(places[i] for i in range(len(layouts)))

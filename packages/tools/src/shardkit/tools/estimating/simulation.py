@@ -17,14 +17,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from shardkit.core import Owned
+from shardkit.core import CompressionPolicy, Owned
 from shardkit.core.parameters.ownership import newton_schulz_flops
 from shardkit.core.parameters.placements import is_ours, layout_for
 from shardkit.core.runtime.choice import stand_ins
-from shardkit.core.runtime.collective import FlatTransport
+from shardkit.core.runtime.compressed.transport import CompressedTransport
 from shardkit.core.runtime.lanes import Program, Reduction
-from shardkit.core.runtime.packing import Slots
-from shardkit.core.runtime.plan import GatherPlan, Mean, ReducePlan, Transport
+from shardkit.core.runtime.plan import GatherPlan, Mean, NetworkTransport, ReducePlan, Transport
 from shardkit.core.runtime.shared.segment import ALIGNMENT, aligned
 from shardkit.core.runtime.storage import note_allocated, note_freed
 from shardkit.core.users_code import users_code
@@ -79,7 +78,7 @@ class SimulatedTransport(Transport):
     """Stands in for one of core's transports in a process group: same plans, memory and events, but nothing moves.
 
     Args:
-        kind: "shared" and "pairwise" as with gloo on CPU, "nccl" for in-place collectives.
+        kind: "shared" and "gloo" as with gloo on CPU, "nccl" for in-place collectives.
         ranks_per_host: number of ranks that share a host.
         observer: is told, before a reduction that sends unequal parts, the bytes that stay inside this host.
     """
@@ -95,10 +94,8 @@ class SimulatedTransport(Transport):
         super().__init__(group, device)
         # torch 2.15's NCCL launches each collective by itself, so that core packs everything (runtime/choice.py).
         together = torch.__version__ < (2, 15)  # type: ignore[operator]  # torch declares a str
-        self.direct = kind != "nccl" or together or os.environ.get("TORCH_DIST_USE_NCCL2") == "0"
-        self.packs = kind != "shared"
-        self.padded = kind == "nccl"
-        self.sums_locally = kind != "nccl"
+        self.direct = kind == "nccl" and (together or os.environ.get("TORCH_DIST_USE_NCCL2") == "0")
+        self.collective = kind != "shared"
         self.kind = kind
         self._local = neighbourhood(group, ranks_per_host).local
         self._observer = observer
@@ -156,23 +153,18 @@ class SimulatedTransport(Transport):
     ) -> Reduction:
         output = plan.allocate_output()
         copied = self._copied(output.nbytes, plan.label)
-        itemsize, peers = plan.wire_dtype.itemsize, self.world_size - 1 - plan.lands_in_output
-        staging = None
         if self.kind == "shared":
+            itemsize = plan.wire_dtype.itemsize
             self._post([numel * itemsize for place, numel in enumerate(plan.row_numels) if place != self.rank], plan)
             grads.clear()
-        if self.kind == "pairwise" and peers > 0 and plan.output_numel:
-            staging = torch.empty(peers * plan.output_numel, dtype=plan.wire_dtype, device=self.device)
-            note_allocated(staging, plan.label, "reduce_input")
-        if not self.padded:
             self._observer.announce(sum(plan.row_numels[place] for place in self._local) * itemsize)
         with plan.reported(time.perf_counter()):
             yield ()
+            if self.kind == "gloo" and packed is not None:
+                torch.empty_like(packed)  # gloo reduces a copy, which becomes a tensor of torch when it is waited for
             if packed is not None:
                 note_freed(packed, plan.label, "packed")
-            if staging is not None:
-                note_freed(staging, plan.label, "reduce_input")
-            del rows, packed, staging, copied
+            del rows, packed, copied
             if self.kind == "shared" and plan.wire_dtype != plan.reduce_dtype and output.numel():
                 torch.empty_like(output)  # each peer's terms are cast before they are added
         return output
@@ -194,14 +186,17 @@ class SimulatedTransport(Transport):
         self._posted += 1
 
 
-class SimulatedNetwork(SimulatedTransport, FlatTransport):
+class SimulatedNetwork(SimulatedTransport, NetworkTransport):
     """A simulated transport between ranks without shared memory; runs core's own programs for compressed rows."""
 
-    def all_gather(self, buffers: Sequence[torch.Tensor], slots: Sequence[Slots], tag: int) -> Sequence[dist.Work]:
+    def compressing(self, policy: CompressionPolicy) -> Transport:
+        return CompressedTransport(self, policy)
+
+    def all_gather(self, buffers: Sequence[torch.Tensor]) -> Sequence[dist.Work]:
         return ()
 
     def exchange(
-        self, outgoing: torch.Tensor, sent: Sequence[int], incoming: torch.Tensor, received: Sequence[int], tag: int
+        self, outgoing: torch.Tensor, sent: Sequence[int], incoming: torch.Tensor, received: Sequence[int]
     ) -> Sequence[dist.Work]:
         return ()
 
@@ -304,7 +299,7 @@ def simulate(
     def stand_in(group: dist.ProcessGroup, device: torch.device) -> Transport:
         if group not in transports:
             several = neighbourhood(group, machine.ranks_per_host).hosts > 1
-            kind: Kind = "pairwise" if several and machine.transport == "shared" else machine.transport
+            kind: Kind = "gloo" if several and machine.transport == "shared" else machine.transport
             made = SimulatedTransport if kind == "shared" else SimulatedNetwork
             transports[group] = made(group, device, kind, machine.ranks_per_host, observer)
         return transports[group]

@@ -3,8 +3,8 @@
 In a gather every rank's chunks are sent as one row and unpacked into place. This rank's own chunk is rounded through
 the wire format too, so that all ranks compute with the same parameters.
 
-In a reduction rows of gradients go to their owners, who sum them in fp32, in rank order (`pairwise.py`, Note [Rank
-order]). A rank's own terms are not sent, so they are not rounded.
+In a reduction rows of gradients go to their owners, who sum them in fp32, in rank order (`shared/transport.py`, Note
+[Rank order]). A rank's own terms are not sent, so they are not rounded.
 
 Note [Error feedback]
 The rounding error of a gradient sent to another rank is kept and added to the next gradient before that is rounded
@@ -18,6 +18,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Iterator, Sequence, Set
+from itertools import accumulate
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,7 +26,7 @@ import torch
 from shardkit.core.policies import CompressionPolicy
 from shardkit.core.runtime.compressed.wire import Row, RowRun, WireFormat, chunks_of, format_of, rows_of
 from shardkit.core.runtime.lanes import Program, Reduction, hold, note_sources_read
-from shardkit.core.runtime.packing import Slots, strided
+from shardkit.core.runtime.packing import strided
 from shardkit.core.runtime.plan import (
     GatherItem,
     GatherPlan,
@@ -41,25 +42,24 @@ __all__ = ["CompressedTransport"]
 
 
 class GatherRows:
-    """A plan's rows by runs of ranks, this rank's own row, and the slots of the buffer that holds all rows."""
+    """A plan's rows by runs of ranks, and this rank's own row. In the buffer each takes `row_nbytes`."""
 
     def __init__(self, plan: GatherPlan, transport: CompressedTransport) -> None:
         policy = transport.policy
         layouts = [item.layout for item in plan.items]
         self.formats = [_gather_format(policy, item) for item in plan.items]
         self.runs = rows_of(layouts, self.formats)
-        widest = max(run.row.nbytes for run in self.runs)
-        self.slots = Slots(tuple((run.ranks, widest if transport.padded_rows else run.row.nbytes) for run in self.runs))
+        self.row_nbytes = max(run.row.nbytes for run in self.runs)
         (self.own,) = (run.row for run in self.runs if run.first <= plan.rank < run.first + run.ranks)
-        self.nbytes = self.slots.numel
-        self.wire_nbytes = self.slots.slot_numel(plan.rank) * (transport.world_size - 1)
+        self.nbytes = self.row_nbytes * transport.world_size
+        self.wire_nbytes = self.nbytes - self.row_nbytes
 
 
 class ReduceRows:
     """A plan's rows: row `r` is sent by every rank to rank `r`, in bytes.
 
-    `peers` are the rows of all ranks except this one, `own` is its own; `sent` and `received` are the slots of the
-    buffers; a rank's own slot is empty.
+    `peers` are the rows of all ranks except this one, `own` is its own; `sent` and `received` are the sizes of the
+    buffers' parts, and `sent_at` and `received_at` their places, with the ends. A rank's own part is empty.
     """
 
     def __init__(self, plan: ReducePlan, transport: CompressedTransport) -> None:
@@ -68,7 +68,7 @@ class ReduceRows:
         self.formats = [format_of(policy.reduce, policy.block, layout, plan.wire_dtype) for layout in layouts]
         self.own = Row(())
         self.peers: list[RowRun] = []
-        sent: list[tuple[int, int]] = []
+        self.sent: list[int] = []
         for first, ranks, row in rows_of(layouts, self.formats):
             before, after = max(0, min(ranks, rank - first)), max(0, min(ranks, first + ranks - rank - 1))
             if before + after < ranks:
@@ -76,10 +76,10 @@ class ReduceRows:
             for begin, count in ((first, before), (first + ranks - after, after)):
                 if count:
                     self.peers.append(RowRun(begin, count, row))
-            sent += [(before, row.nbytes), (ranks - before - after, 0), (after, row.nbytes)]
-        self.sent = Slots(tuple(sent))
-        self.received = Slots(((rank, self.own.nbytes), (1, 0), (world - rank - 1, self.own.nbytes)))
-        self.anything = bool(self.sent.numel or self.received.numel)
+            self.sent += [row.nbytes] * before + [0] * (ranks - before - after) + [row.nbytes] * after
+        self.received = [0 if peer == rank else self.own.nbytes for peer in range(world)]
+        self.sent_at = [*accumulate(self.sent, initial=0)]
+        self.received_at = [*accumulate(self.received, initial=0)]
 
 
 class CompressedTransport(Transport):
@@ -90,12 +90,10 @@ class CompressedTransport(Transport):
     """
 
     name = "compressed"
-    packs = False
 
     def __init__(self, over: NetworkTransport, policy: CompressionPolicy) -> None:
         super().__init__(over.group, over.device)
         self.policy = policy
-        self.padded_rows = over.padded
         self.residuals: dict[tuple[str, int], torch.Tensor] = {}
         weakref.finalize(self, _note_gone, self.residuals).atexit = False
         self._gathers: WeakKeyDictionary[GatherPlan, GatherRows] = WeakKeyDictionary()
@@ -118,7 +116,7 @@ class CompressedTransport(Transport):
     ) -> Transport:
         """Itself, even if nothing is rounded, where the collective below would send wider elements than are given."""
         formats = [format_of(self.policy.reduce, self.policy.block, item.layout, wire_dtype) for item in items]
-        widened = not self._over.sums_locally and wire_dtype.itemsize < reduce_dtype.itemsize
+        widened = wire_dtype.itemsize < reduce_dtype.itemsize
         lossless = all(form.lossless for form in formats)
         if lossless:
             self._forget({item.fqn for item in items})  # their errors are not fed back
@@ -157,14 +155,14 @@ class CompressedTransport(Transport):
         buffer: torch.Tensor,
     ) -> Program:
         launched = time.perf_counter()
-        own = buffer.narrow(0, rows.slots.start(plan.rank), rows.slots.slot_numel(plan.rank)).zero_()
+        own = buffer.narrow(0, plan.rank * rows.row_nbytes, rows.row_nbytes).zero_()
         for item, start, nbytes, _ in rows.own.chunks:
             rows.formats[item].write(sources[item].to(buffer.device).reshape(-1), own[start : start + nbytes])
         note_sources_read()
         with plan.reported(launched, rows.wire_nbytes, torch.uint8):
             try:
                 if rows.nbytes:
-                    yield self._over.all_gather([buffer], [rows.slots], plan.tag)
+                    yield self._over.all_gather([buffer])
                 _unpack(plan, rows, flats, buffer)
             finally:
                 note_freed(buffer, plan.label, "packed")
@@ -176,7 +174,7 @@ class CompressedTransport(Transport):
         rows = self._reductions.get(plan)
         if rows is None:
             rows = self._reductions[plan] = ReduceRows(plan, self)
-        outgoing = self.reduce_buffer(rows.sent.numel, torch.uint8, plan.label)
+        outgoing = self.reduce_buffer(rows.sent_at[-1], torch.uint8, plan.label)
         # Holds this rank's terms and the sum, in fp32 even if the reduce dtype is narrower.
         wide = torch.promote_types(plan.reduce_dtype, torch.float32)
         total = torch.empty(plan.output_numel, dtype=wide, device=self.device)
@@ -194,13 +192,12 @@ class CompressedTransport(Transport):
         launched = time.perf_counter()
         hold(outgoing, total)
         output = plan.allocate_output()
-        incoming = self.reduce_buffer(rows.received.numel, torch.uint8, plan.label)
+        incoming = self.reduce_buffer(rows.received_at[-1], torch.uint8, plan.label)
         note_allocated(incoming, plan.label, "reduce_input")
-        with plan.reported(launched, rows.sent.numel, torch.uint8):
+        with plan.reported(launched, rows.sent_at[-1], torch.uint8):
             try:
-                if rows.anything:
-                    sizes = rows.sent.sizes(), rows.received.sizes()
-                    yield self._over.exchange(outgoing, sizes[0], incoming, sizes[1], plan.tag)
+                if any(rows.sent) or any(rows.received):
+                    yield self._over.exchange(outgoing, rows.sent, incoming, rows.received)
                 _sum(plan, rows, incoming, total, mean.before)
                 if mean.after is not None:
                     total.div_(mean.after)
@@ -226,7 +223,7 @@ class CompressedTransport(Transport):
             for item, start, nbytes, numel in run.row.chunks:
                 form, layout = rows.formats[item], plan.items[item].layout
                 for first, ranks in run.batches(numel, outgoing.device):
-                    at = rows.sent.start(first) + start
+                    at = rows.sent_at[first] + start
                     target = strided(outgoing, (ranks, nbytes), (run.row.nbytes, 1), at)
                     values = chunks_of(grads[item], layout, first, ranks).reshape(ranks, numel)
                     if self.policy.error_feedback and not form.lossless:
@@ -250,12 +247,11 @@ def _gather_format(policy: CompressionPolicy, item: GatherItem) -> WireFormat:
 
 def _unpack(plan: GatherPlan, rows: GatherRows, flats: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
     for run in rows.runs:
-        room = rows.slots.slot_numel(run.first)
         for item, start, nbytes, numel in run.row.chunks:
             layout, flat, form = plan.items[item].layout, flats[item], rows.formats[item]
             whole = flat[: layout.numel].view(layout.shape)
             for first, ranks in run.batches(numel, buffer.device):
-                wire = strided(buffer, (ranks, nbytes), (room, 1), rows.slots.start(first) + start)
+                wire = strided(buffer, (ranks, nbytes), (rows.row_nbytes, 1), first * rows.row_nbytes + start)
                 places = chunks_of(whole, layout, first, ranks)
                 if layout.dim == 0:  # the chunks are dense in the target
                     form.read(wire, places.view(ranks, numel))
@@ -297,7 +293,7 @@ def _terms(
     for first, ranks in run.batches(total.numel(), total.device):
         terms, end = total.new_empty(ranks, total.numel()), 0
         for item, start, nbytes, numel in run.row.chunks:
-            wire = strided(incoming, (ranks, nbytes), (run.row.nbytes, 1), rows.received.start(first) + start)
+            wire = strided(incoming, (ranks, nbytes), (run.row.nbytes, 1), rows.received_at[first] + start)
             rows.formats[item].read(wire, terms[:, end : end + numel])
             end += numel
         if before is not None:

@@ -7,8 +7,10 @@ first. A peer may read a shard until it has reported that it is done; `SharedTra
 for that, before the owner may change the shard.
 
 In a reduction each rank copies the rows of its gradients that peers own to its outbox, so that the gradients can be
-freed at once. It then adds up its own rows from the outboxes of its peers. The sum is in rank order (`pairwise.py`,
-Note [Rank order]): this rank's own terms wait in the output.
+freed at once. It then adds up its own rows from the outboxes of its peers.
+
+Note [Rank order]: floating-point addition is not associative, so a sum in order of arrival would differ from run to
+run. The owner adds the terms in rank order: `((t0 + t1) + t2) + ...`. This rank's own terms wait in the output.
 """
 
 from __future__ import annotations
@@ -209,7 +211,6 @@ class SharedTransport(Transport):
     """Lets peers read shards in place, and sends copies of everything else through an outbox."""
 
     name = "shared"
-    packs = False
     peers_read_shards = True
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, neighbours: Neighbours) -> None:
