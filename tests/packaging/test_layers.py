@@ -32,6 +32,7 @@ LAYERS: list[set[str]] = [
     {
         "fully_shard",
         "module",
+        "beyond",
         "checkpoint",
         "clip",
         "first_step",

@@ -15,6 +15,23 @@ from shardkit.core.parameters.region import region_of
 from shardkit.core.torch_compat import like_dtensor, local_of
 from tests.support import rank_mesh
 
+ELEMENTWISE: list[tuple[str, dict[str, Any]]] = [
+    ("AdamW", {"foreach": True, "amsgrad": True}),
+    ("AdamW", {"foreach": False}),
+    ("AdamW", {"fused": True}),
+    ("Adam", {"foreach": True, "weight_decay": 0.1}),
+    ("SGD", {"foreach": True, "momentum": 0.9, "nesterov": True}),
+    ("SGD", {"foreach": False}),
+    ("Adagrad", {}),
+    ("RMSprop", {"momentum": 0.5, "centered": True}),
+    ("Adadelta", {}),
+    ("Adamax", {}),
+    ("NAdam", {"lr": 1e-2}),
+    ("RAdam", {}),
+    ("ASGD", {}),
+]
+"""Classes of torch and options."""
+
 
 class Layers(nn.Module):
     """Four linear layers, each a group of its own when it is sharded."""

@@ -14,6 +14,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from shardkit.core import Blocks, Owned, fully_shard, optimizer_step_on_shards, plan_owners
 from shardkit.core.torch_compat import local_of
 from tests.core.optimizer_steps.placed_training import (
+    ELEMENTWISE,
     Layers,
     assert_same,
     backward_alike,
@@ -27,22 +28,6 @@ from tests.core.optimizer_steps.placed_training import (
 from tests.support import on_ranks, rank_mesh, run_ranks
 
 # -- on any shard: the same as on DTensors ---------------------------------------------------------------------------
-
-ELEMENTWISE: list[tuple[str, dict[str, Any]]] = [
-    ("AdamW", {"foreach": True, "amsgrad": True}),
-    ("AdamW", {"foreach": False}),
-    ("AdamW", {"fused": True}),
-    ("Adam", {"foreach": True, "weight_decay": 0.1}),
-    ("SGD", {"foreach": True, "momentum": 0.9, "nesterov": True}),
-    ("SGD", {"foreach": False}),
-    ("Adagrad", {}),
-    ("RMSprop", {"momentum": 0.5, "centered": True}),
-    ("Adadelta", {}),
-    ("Adamax", {}),
-    ("NAdam", {"lr": 1e-2}),
-    ("RAdam", {}),
-    ("ASGD", {}),
-]
 
 
 class Odd(nn.Module):

@@ -49,12 +49,14 @@ __all__ = [
     "StockUnshardHandle",
     "TorchDispatchMode",
     "apply_to_tensors",
+    "bare_step",
     "base_of",
     "current_backward",
     "flattened_axis",
     "grad_dtype_of",
     "gradient_hooks",
     "has_gradient_hooks",
+    "held_local",
     "in_backward",
     "is_compared_with_whole_state",
     "is_gathered_by_torch",
@@ -188,6 +190,8 @@ def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
 
 local_of: Callable[[torch.Tensor], torch.Tensor] = operator.attrgetter("_local_tensor")
 """`DTensor.to_local()` without the autograd function that it goes through."""
+held_local: Callable[[torch.Tensor], torch.Tensor] = vars(DTensor)["_local_tensor"].__get__
+"""`local_of` for an object that only asks which tensor it is: it does not wait for a step that writes to it."""
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 """`torch.set_grad_enabled` without the object that it makes for use as a context manager."""
 
@@ -318,6 +322,14 @@ def hook_innermost(
     hooks = cast(OrderedDict[int, Any], optimizer._optimizer_step_post_hooks)
     hooks.move_to_end(handles[1].id, last=False)
     return handles
+
+
+def bare_step(optimizer: torch.optim.Optimizer) -> Callable[[torch.optim.Optimizer], object]:
+    """The step of an optimizer's class without the wrapper that calls hooks."""
+    step: Any = type(optimizer).step
+    while step.__code__ is _STEP:
+        step = step.__wrapped__
+    return cast(Callable[[torch.optim.Optimizer], object], step)
 
 
 def is_within_step(optimizer: torch.optim.Optimizer) -> bool:

@@ -188,6 +188,7 @@ class FSDPParamGroup:
         self.plans: GatherPlans | None = None
         self.reduce_plans: dict[tuple[Any, ...], ReducePlan] = {}
         self.offloaded = any(param.offload is not None for param in params)
+        self.written_by: list[Callable[[], None]] = []  # each waits for a step on the shards
         self.versions: list[int] = []  # of the shards, when the gather lane last waited for their writers
         self.ticket: Ticket | None = None
         self._readers: tuple[Any, ...] = ()  # events of the readers of CACHED memory
@@ -298,6 +299,8 @@ class FSDPParamGroup:
 
     @_ungraphed
     def _unshard(self, *, from_kept: bool) -> None:
+        while self.written_by:
+            self.written_by[0]()
         if (check := self.schedule.order_check) is not None:
             self.schedule.context.catch_up()
             check.record("all-gather", self.label, self.mesh.shard_group, self.device)

@@ -60,7 +60,7 @@ from shardkit.core.torch_compat import (
     no_dynamo,
 )
 
-__all__ = ["PlainSteps", "plain_steps_of", "restore_interrupted_steps"]
+__all__ = ["PlainSteps", "Twin", "lent", "plain_steps_of", "restore_interrupted_steps", "use_steps"]
 
 _States: TypeAlias = defaultdict[Any, dict[str, Any]]
 
@@ -68,11 +68,11 @@ _ATTRIBUTE = "_shardkit_plain_steps"  # of the optimizer, which neither pickles 
 
 _NOTHING = object()
 
-_lent: WeakSet[torch.optim.Optimizer] = WeakSet()
-"""Optimizers that hold plain tensors: those that are stepping, and those whose step has raised."""
+lent: WeakSet[torch.optim.Optimizer] = WeakSet()
+"""Optimizers that hold other tensors than between steps: those that are stepping, and those whose step has raised."""
 
 
-class _Twin:
+class Twin:
     """A sharded parameter, and the plain one over its shard."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, parameter: DTensor) -> None:
@@ -143,7 +143,7 @@ class PlainSteps:
 
     def __init__(self) -> None:
         self.chosen: frozenset[int] = frozenset()
-        self._twins: dict[int, _Twin] = {}  # of the last step
+        self._twins: dict[int, Twin] = {}  # of the last step
         self._put_aside: tuple[list[list[torch.Tensor]], _States] | None = None
         self._handles: list[RemovableHandle] = []
         self._state_left = 0  # the id of the optimizer's state after the last step: a load replaces it
@@ -155,9 +155,13 @@ class PlainSteps:
 
     def hook_innermost(self, optimizer: torch.optim.Optimizer) -> None:
         """Makes our hooks the innermost of the step that begins."""
+        self.leave()
+        self._handles = hook_innermost(optimizer, self._begin, self._end)
+
+    def leave(self) -> None:
+        """Takes our hooks off the steps."""
         for handle in self._handles:
             handle.remove()
-        self._handles = hook_innermost(optimizer, self._begin, self._end)
 
     @no_dynamo
     def _begin(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
@@ -190,10 +194,10 @@ class PlainSteps:
     def _lend(self, optimizer: torch.optim.Optimizer) -> None:
         """Replaces the parameters by their plain twins, with gradients and state."""
         params_of = [group["params"] for group in optimizer.param_groups]
-        twins: dict[int, _Twin] = {}
+        twins: dict[int, Twin] = {}
         for one in chain.from_iterable(params_of):
             if id(one) in self.chosen:
-                twins[id(one)] = self._twin_of(optimizer, one)
+                twins[id(one)] = self.twin_of(optimizer, one)
         gradients = [twin.gradient() for twin in twins.values()]
         if id(optimizer.state) != self._state_left:  # bitsandbytes loads without hooks
             for twin in twins.values():
@@ -206,7 +210,7 @@ class PlainSteps:
             elif found.steps:  # what was loaded elsewhere is from before another rank changed it
                 plain_state[found.plain] = found.lend_state(optimizer, state)
         self._twins, self._put_aside = twins, (params_of, optimizer.state)
-        _lent.add(optimizer)
+        lent.add(optimizer)
         optimizer.state = plain_state
         for group, params in zip(optimizer.param_groups, params_of, strict=True):
             group["params"] = [one if (found := twins.get(id(one))) is None else found.plain for one in params]
@@ -214,7 +218,7 @@ class PlainSteps:
             twin.plain.grad = gradient
         carry_overrides(optimizer, ((twin.parameter, twin.plain) for twin in twins.values()))
 
-    def _twin_of(self, optimizer: torch.optim.Optimizer, parameter: DTensor) -> _Twin:
+    def twin_of(self, optimizer: torch.optim.Optimizer, parameter: DTensor) -> Twin:
         """The same twin as before, unless the parameter lies in other memory or was frozen."""
         twin = self._twins.get(id(parameter))
         if (
@@ -224,14 +228,14 @@ class PlainSteps:
             and twin.plain.requires_grad == parameter.requires_grad
         ):
             return twin
-        return _Twin(optimizer, parameter)
+        return Twin(optimizer, parameter)
 
     def give_back(self, optimizer: torch.optim.Optimizer) -> None:
         """If the optimizer holds plain tensors: restores the parameters, and takes over what has become of the rest."""
         if self._put_aside is None:
             return
         (params_of, state), self._put_aside = self._put_aside, None
-        _lent.discard(optimizer)
+        lent.discard(optimizer)
         plain_state = dict(optimizer.state)
         optimizer.state = state
         self._state_left = id(state)
@@ -260,16 +264,24 @@ def plain_steps_of(optimizer: torch.optim.Optimizer, *, make: bool = False) -> P
     """The plain steps of an optimizer, None if it never had any."""
     steps: PlainSteps | None = optimizer.__dict__.get(_ATTRIBUTE)
     if steps is None and make:
-        steps = optimizer.__dict__[_ATTRIBUTE] = PlainSteps()
-        optimizer.register_load_state_dict_pre_hook(steps.forget_joined)
-        optimizer.register_state_dict_pre_hook(steps.give_back)
-        optimizer.register_state_dict_post_hook(_let_torch_give_whole_state)
+        use_steps(optimizer, steps := PlainSteps())
     return steps
+
+
+def use_steps(optimizer: torch.optim.Optimizer, steps: PlainSteps) -> None:
+    """Gives an optimizer its steps on plain tensors, in the place of those that it had."""
+    former: PlainSteps | None = optimizer.__dict__.get(_ATTRIBUTE)
+    if former is not None:
+        former.leave()
+    optimizer.__dict__[_ATTRIBUTE] = steps
+    optimizer.register_load_state_dict_pre_hook(steps.forget_joined)
+    optimizer.register_state_dict_pre_hook(steps.give_back)
+    optimizer.register_state_dict_post_hook(_let_torch_give_whole_state)
 
 
 def restore_interrupted_steps() -> None:
     """Ends steps that have raised. Usually only checks an empty set."""
-    for optimizer in list(_lent):
+    for optimizer in list(lent):
         optimizer.__dict__[_ATTRIBUTE].give_back(optimizer)
 
 

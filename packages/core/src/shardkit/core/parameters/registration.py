@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from shardkit.core.parameters.adapters import HOOK
 from shardkit.core.parameters.param import FSDPParam
-from shardkit.core.torch_compat import local_of, version_of
+from shardkit.core.torch_compat import held_local, local_of, version_of
 
 __all__ = ["changed", "pass_on_freezing", "register_sharded", "register_unsharded", "take_over"]
 
@@ -110,7 +110,7 @@ def changed(params: Iterable[FSDPParam]) -> list[FSDPParam]:
                 found.append(param)
                 break
         else:
-            local = local_of(sharded)
+            local = held_local(sharded)  # which a step may be writing to
             if (
                 local is not param.local_tensor
                 or sharded.untyped_storage() is not param.origin

@@ -1,0 +1,5 @@
+"""Training beyond memory: steps that run under the next forward, and optimizer state in files."""
+
+from shardkit.core.beyond.steps import OverlappedSteps, overlap_step
+
+__all__ = ["OverlappedSteps", "overlap_step"]

@@ -1,0 +1,431 @@
+"""Steps under the next forward: the bits of plain steps, whoever reads what they write, and errors of theirs.
+
+In most tests a job runs as late as it can, when somebody waits for it: whoever does not wait reads old values.
+"""
+
+import contextlib
+import copy
+import io
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint.state_dict as dcp
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import shardkit.core
+from shardkit.core import clip_grad_norm_, full_state_dict, fully_shard
+from shardkit.core.beyond import overlap_step, steps
+from shardkit.core.checkpoint import CheckpointManager
+from shardkit.core.engine.group import FSDPParamGroup
+from shardkit.core.parameters.param import sharded_counterpart
+from tests.core.checkpoint.trainee import ElasticLoader, Trainee, differences
+from tests.core.optimizer_steps.placed_training import ELEMENTWISE, Layers, assert_same, loss_of
+from tests.support import on_ranks, rank_mesh, run_ranks
+from tests.support.parity import Case, build, shard
+from tests.support.schedules import Run, plain
+from tests.support.trace import EXACT, Trace
+from tests.support.trace import assert_same as assert_same_traces
+
+
+class Late:
+    """A job that runs when it is waited for."""
+
+    def __init__(self, run: Callable[..., None], *args: Any) -> None:
+        self._work: Any = run, args
+        self._error: Exception | None = None
+
+    def exception(self) -> Exception | None:
+        if self._work is not None:
+            (run, args), self._work = self._work, None
+            try:
+                run(*args)
+            except Exception as error:  # noqa: BLE001 - as a thread does
+                self._error = error
+        return self._error
+
+
+class LateWorker:
+    submit = Late
+
+
+@contextlib.contextmanager
+def late() -> Iterator[None]:
+    """All jobs run late."""
+    thread, steps._worker = steps._worker, LateWorker  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        steps._worker = thread
+
+
+# -- the same bits -----------------------------------------------------------------------------------------------------
+
+OPTIMIZERS: list[tuple[str, dict[str, Any]]] = [
+    *ELEMENTWISE,
+    ("AdamW", {"lr": torch.tensor(0.05)}),
+    ("SGD", {"fused": True, "momentum": 0.9}),
+]
+
+
+def _train(rank: int, world_size: int, case: Case, make: Callable[..., Any], overlapped: bool) -> Trace:
+    """A run that reads nothing between a step and the next forward."""
+    model = build(case)
+    shard(model, case, shardkit.core, world_size)
+    for feature in case.chosen:
+        feature.prepare(model, shardkit.core, case.spec)
+    few, many = (list(part) for part in (list(model.parameters())[:2], list(model.parameters())[2:]))
+    optimizer = make([{"params": few, "weight_decay": 0.1}, {"params": many}])
+    if overlapped:
+        overlap_step(optimizer)
+    schedule = next((feature.schedule for feature in case.chosen if feature.schedule), plain)
+    rates = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    run = Run(rank, shardkit.core, case.spec, model, optimizer, Trace())
+    run.reshard_before_update = any(feature.reshard_before_update for feature in case.chosen)
+    for step in range(case.steps):
+        schedule(run, step)
+        rates.step()
+    run.trace.add_tree("state dict", dict(model.state_dict()))
+    run.trace.add_tree("optimizer", optimizer.state_dict())
+    return run.trace
+
+
+def _same_as_plain(rank: int, world_size: int, case: Case, name: str, options: dict[str, Any]) -> None:
+    def make(groups: Any) -> torch.optim.Optimizer:
+        copied = {key: one.clone() if isinstance(one, torch.Tensor) else one for key, one in options.items()}
+        return getattr(torch.optim, name)(groups, **({"lr": 0.05} | copied))
+
+    expected = _train(rank, world_size, case, make, overlapped=False)
+    assert_same_traces(expected, _train(rank, world_size, case, make, overlapped=True), EXACT)
+    with late():
+        assert_same_traces(expected, _train(rank, world_size, case, make, overlapped=True), EXACT)
+
+
+@pytest.mark.parametrize(("name", "options"), OPTIMIZERS, ids=str)
+def test_every_optimizer(name: str, options: dict[str, Any]) -> None:
+    run_ranks(2, _same_as_plain, Case("mlp", steps=3), name, options)
+
+
+FEATURES = [
+    (1, ("no_reshard",)),
+    (1, ("keep_after_backward",)),
+    (2, ("offload", "clipped")),
+    (2, ("bfloat16_reduce_float32", "accumulate_no_sync", "offload")),
+    (2, ("ignored", "evaluation")),
+    (2, ("grad_scaler", "reshard_default")),
+    (2, ("gradients_kept",)),
+    (2, ("forwards_backwards",)),
+    (2, ("explicit_unshard",)),
+    (2, ("one_f_one_b",)),
+    (2, ("replicate_only",)),
+    (3, ("prefetch", "retained_graph")),
+    (3, ("no_unshard_in_backward",)),
+    (4, ("hsdp_2", "accumulate_no_all_reduce")),
+    (4, ("reshard_to_2", "input_gradients")),
+]
+
+
+@pytest.mark.parametrize(("world_size", "features"), FEATURES, ids=str)
+def test_every_kind_of_training_step(world_size: int, features: tuple[str, ...]) -> None:
+    run_ranks(world_size, _same_as_plain, Case("mlp", features, steps=3), "AdamW", {"fused": True})
+
+
+# -- whoever reads -----------------------------------------------------------------------------------------------------
+
+
+class Pair:
+    """Two models that train alike; the first one's steps are overlapped."""
+
+    def __init__(self, world_size: int, name: str = "AdamW", **options: Any) -> None:
+        self.models = [_sharded_layers(world_size) for _ in range(2)]
+        kind = getattr(torch.optim, name)
+        self.optimizers = [kind(model.parameters(), **({"lr": 0.05} | options)) for model in self.models]
+        self.both = list(zip(self.models, self.optimizers, strict=True))
+        self.steps = overlap_step(self.optimizers[0])
+        assert overlap_step(self.optimizers[0]) is self.steps
+
+    def step(self, rank: int, number: int) -> None:
+        for model, optimizer in self.both:
+            optimizer.zero_grad()
+            loss_of(model, rank, number).backward()
+            optimizer.step()
+
+    def check(self, where: str) -> None:
+        assert_same(*(dict(model.state_dict()) for model in self.models), where)
+        assert_same(*(optimizer.state_dict() for optimizer in self.optimizers), where)
+
+
+def _sharded_layers(world_size: int) -> Layers:
+    model, mesh = Layers(), rank_mesh((world_size,))
+    for module in (*model.layers, model):
+        fully_shard(module, mesh=mesh)
+    return model
+
+
+def _reloaded(saved: Any) -> Any:
+    stream = io.BytesIO()
+    torch.save(saved, stream)
+    return torch.load(io.BytesIO(stream.getvalue()), weights_only=False)
+
+
+@torch.no_grad()
+def _average(model: nn.Module, optimizer: Any) -> Any:
+    averages = [torch.ones_like(parameter) for parameter in model.parameters()]
+    torch._foreach_lerp_(averages, list(model.parameters()), 0.5)
+    return averages
+
+
+@torch.no_grad()
+def _scale_in_place(model: nn.Module, optimizer: Any) -> None:
+    for parameter in model.parameters():
+        parameter.mul_(0.5)
+
+
+def _assign_local(model: nn.Module, optimizer: Any) -> None:
+    weight = model.layers[0].weight
+    weight._local_tensor = weight._local_tensor.clone()
+
+
+def _clip(model: nn.Module, optimizer: Any) -> Any:
+    return clip_grad_norm_(model.parameters(), 0.1), [one.grad for one in model.parameters()]
+
+
+def _take_state_over(model: nn.Module, optimizer: Any) -> None:
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def _load_other_state(model: nn.Module, optimizer: Any) -> None:
+    state = torch.optim.AdamW(model.parameters()).state_dict()
+    optimizer.load_state_dict({**state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def _in_other_memory(model: nn.Module, optimizer: Any) -> None:
+    model.double()
+    model.float()
+
+
+def _step_with_a_closure(model: nn.Module, optimizer: Any) -> Any:
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, 0, 50)
+        loss.backward()
+        return loss
+
+    return optimizer.step(closure)
+
+
+def _step_of_another(model: nn.Module, optimizer: Any) -> None:
+    torch.optim.SGD(model.layers[1].parameters(), lr=0.1).step()
+
+
+READERS: dict[str, Callable[[Any, Any], Any]] = {
+    "local": lambda model, optimizer: [one.to_local() for one in model.parameters()],
+    "whole": lambda model, optimizer: [one.full_tensor() for one in model.parameters()],
+    "data": lambda model, optimizer: [one.data for one in model.parameters()],
+    "array": lambda model, optimizer: model.layers[0].weight.to_local().detach().numpy().tolist(),
+    "text": lambda model, optimizer: repr(model.layers[0].weight),
+    "all equal": lambda model, optimizer: torch.equal(model.layers[0].weight, model.layers[1].weight),
+    "average": _average,
+    "model's state dict": lambda model, optimizer: dict(model.state_dict()),
+    "optimizer's state dict": lambda model, optimizer: optimizer.state_dict(),
+    "state": lambda model, optimizer: list(optimizer.state.values()),
+    "state of one": lambda model, optimizer: optimizer.state[model.layers[2].weight],
+    "state as a dict": lambda model, optimizer: list(dict(optimizer.state).values()),
+    "copied state": lambda model, optimizer: [list(one.values()) for one in map(copy.copy, [optimizer.state])],
+    "whole state": dcp.get_state_dict,
+    "full state": lambda model, optimizer: full_state_dict(model),
+    "copy": lambda model, optimizer: (optimizer.zero_grad(), [copy.deepcopy(one) for one in model.parameters()]),
+    "copied optimizer": lambda model, optimizer: (optimizer.zero_grad(), copy.deepcopy(optimizer).state_dict()),
+    "saved": lambda model, optimizer: _reloaded([one.detach() for one in model.parameters()]),
+    "saved optimizer": lambda model, optimizer: _reloaded(optimizer.state_dict()),
+    "evaluated": lambda model, optimizer: loss_of(model.eval(), 0, 99).item(),
+    "unsharded": lambda model, optimizer: (model.layers[3].unshard(), model.layers[3].weight.tolist())[1],
+    "gradients": lambda model, optimizer: [one.grad.to_local() for one in model.parameters()],
+    "clipped too late": _clip,
+    "gradients of zeros": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
+    "written": _scale_in_place,
+    "assigned": _assign_local,
+    "moved": _in_other_memory,
+    "state taken over": _take_state_over,
+    "other state": _load_other_state,
+    "a step again": lambda model, optimizer: optimizer.step(),
+    "a step with a closure": _step_with_a_closure,
+    "another optimizer": _step_of_another,
+}
+
+
+@on_ranks(2)
+def test_whoever_reads_waits(rank: int, world_size: int) -> None:
+    """Each after the first step, which makes the state, and after the second."""
+    with late():
+        for name, read in READERS.items():
+            pair = Pair(world_size)
+            for number in range(2):
+                pair.step(rank, number)
+                seen = [read(model, optimizer) for model, optimizer in pair.both]
+                assert_same(*seen, f"{name}, step {number}")
+                for model in pair.models:
+                    model.reshard()
+                    model.layers[3].reshard()
+            pair.step(rank, 2)
+            pair.check(name)
+
+
+@on_ranks(2)
+def test_state_that_was_taken_before_waits(rank: int, world_size: int) -> None:
+    pair = Pair(world_size)
+    pair.step(rank, 0)
+    moments = [optimizer.state[model.layers[0].weight]["exp_avg"] for model, optimizer in pair.both]
+    with late():
+        pair.step(rank, 1)
+        assert_same(moments[0].to_local(), moments[1].to_local(), "moments")
+
+
+def _save(rank: int, world_size: int, path: Path) -> Any:
+    with late():
+        trainee = Trainee((world_size,), seed=1, loader_kind=ElasticLoader)
+        overlap_step(trainee.optimizer)
+        trainee.train(1)
+        loss = trainee.model(torch.arange(4))
+        loss.backward()
+        trainee.optimizer.step()
+        with CheckpointManager(path) as manager:
+            manager.save(2, trainee.state)
+        return trainee.full()
+
+
+def _restore(rank: int, world_size: int, path: Path, overlapped: bool) -> Any:
+    trainee = Trainee((world_size,), seed=2, loader_kind=ElasticLoader)
+    with late():
+        if overlapped:
+            overlap_step(trainee.optimizer)
+        trainee.train(1)
+        assert CheckpointManager(path).restore(trainee.state) is not None
+        return trainee.full()
+
+
+def test_a_checkpoint_waits_and_resumes_elsewhere_without(tmp_path: Path) -> None:
+    expected, _ = run_ranks(2, _save, tmp_path)
+    for world_size, overlapped in ((3, False), (1, True)):
+        for seen in run_ranks(world_size, _restore, tmp_path, overlapped):
+            assert differences(seen, expected) == []
+
+
+# -- what waits for nothing --------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_a_step_returns_at_once_and_forward_goes_on_with_it(rank: int, world_size: int) -> None:
+    """The first forwards of a step wait for no later group, nor does what has no values."""
+    pair, gate = Pair(world_size), threading.Event()
+    model, optimizer = pair.both[0]
+    pair.step(rank, 0)
+    pair.steps.wait()
+    loss_of(model, rank, 1).backward()
+    steps._worker().submit(gate.wait)
+    before = [(one.shape, one.dtype, one.placements, one._version) for one in model.parameters()]
+    optimizer.step()
+    assert before == [(one.shape, one.dtype, one.placements, one._version) for one in model.parameters()]
+    assert all(isinstance(one, nn.Parameter) and isinstance(one, DTensor) for one in model.parameters())
+    optimizer.zero_grad()
+    model.train().requires_grad_(True)
+    last = FSDPParamGroup.of(sharded_counterpart(model.layers[3].weight))
+    waited: list[bool] = []
+    model.layers[1].register_forward_hook(lambda *_: waited.append(not last.written_by))
+    gate.set()
+    loss_of(model, rank, 2)
+    assert waited == [False]
+    assert not last.written_by
+    assert {type(one) for one in model.parameters()} == {DTensor}
+
+
+# -- errors and ends ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("touch", ["forward", "parameter", "state", "step", "wait"])
+@on_ranks(2)
+def test_an_error_reaches_whoever_waits_once(rank: int, world_size: int, touch: str) -> None:
+    pair = Pair(world_size)
+    model, optimizer = pair.both[0]
+    pair.step(rank, 0)
+    loss_of(model, rank, 1).backward()
+    optimizer.state[model.layers[2].weight]["exp_avg"] = torch.zeros(3)
+    optimizer.step()
+    touches: dict[str, Callable[[], object]] = {
+        "forward": lambda: loss_of(model, rank, 2),
+        "parameter": model.layers[2].bias.to_local,
+        "state": optimizer.state_dict,
+        "step": optimizer.step,
+        "wait": pair.steps.wait,
+    }
+    with pytest.raises(RuntimeError, match=r"step of 'layers\.2\.weight' failed: .*; restore the last checkpoint"):
+        touches[touch]()
+    model.reset_iter_state()
+    for one, other in zip(*(model.parameters() for model in pair.models), strict=True):
+        with torch.no_grad():
+            one.copy_(other)
+    optimizer.load_state_dict(copy.deepcopy(pair.optimizers[1].state_dict()))
+    pair.step(rank, 3)
+    pair.check(touch)
+
+
+@on_ranks(1)
+def test_other_optimizers_are_refused(rank: int, world_size: int) -> None:
+    class Mine(torch.optim.AdamW):
+        pass
+
+    model = _sharded_layers(world_size)
+    for optimizer in (torch.optim.Adafactor(model.parameters()), Mine(model.parameters())):
+        with pytest.raises(TypeError, match=f"{type(optimizer).__name__} is not known to update each element"):
+            overlap_step(optimizer)
+
+
+def _forked(rank: int, world_size: int) -> None:
+    pair = Pair(world_size)
+    with late():
+        pair.step(rank, 0)
+        child = os.fork()
+        if not child:
+            os._exit(any(type(one) is not DTensor for one in pair.models[0].parameters()))
+        assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_fork_waits() -> None:
+    run_ranks(1, _forked, isolated=True)
+
+
+PROGRAM = """
+import atexit, os, time, torch, torch.distributed as dist
+from torch import nn
+from shardkit.core import fully_shard
+from shardkit.core.beyond import overlap_step, steps
+os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+dist.init_process_group("gloo")
+model = fully_shard(nn.Linear(4, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+overlap_step(optimizer)
+for step in range(2):
+    model(torch.ones(2, 4)).sum().backward()
+    local = model.weight.to_local().detach()
+    before = local.clone()
+    if step:
+        optimizer.state[model.weight]["momentum_buffer"] = torch.zeros(FIRST)
+        steps._worker().submit(time.sleep, 0.5)
+    optimizer.step()
+atexit.register(lambda: print("lost" if torch.equal(local, before) else "stepped"))
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(("shape", "seen"), [("4, 4", "stepped"), ("3", "step of 'weight' failed")])
+def test_the_end_of_a_program_waits(shape: str, seen: str) -> None:
+    command = [sys.executable, "-c", PROGRAM.replace("FIRST", shape)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert seen in ended.stdout + ended.stderr, ended.stderr
