@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
+
+from shardkit.core.parameters.region import region_of
 
 Loss = Callable[[nn.Module, int], Tensor]
 
@@ -88,8 +90,7 @@ def assert_close(seen: Tensor, expected: Tensor, what: str) -> None:
     """
     if isinstance(seen, DTensor):
         assert seen.shape == expected.shape, f"{what}: {seen.shape}, expected {expected.shape}"
-        part = distribute_tensor(expected.detach(), seen.device_mesh, seen.placements, src_data_rank=None)
-        seen, expected = seen.to_local(), part.to_local()
+        seen, expected = seen.to_local(), region_of(what, seen).take(expected.detach())
     assert seen.dtype == expected.dtype, f"{what}: {seen.dtype}, expected {expected.dtype}"
     rtol, atol = {torch.float64: (1e-10, 1e-12), torch.float32: (1e-5, 1e-6)}.get(seen.dtype, (3e-2, 3e-3))
     torch.testing.assert_close(seen, expected, rtol=rtol, atol=atol, msg=lambda text: f"{what}: {text}")

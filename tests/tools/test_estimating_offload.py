@@ -32,7 +32,8 @@ def test_shards_gradients_and_optimizer_state_are_on_the_host():
     assert offloaded.reserved_bytes < kept.reserved_bytes - 2 * shards
 
 
-def test_a_group_passes_through_the_device():
+def test_a_group_passes_through_the_device(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TORCH_DIST_USE_NCCL2", "0")  # from torch 2.15 on the other one packs what is kept, too
     (head,) = (
         row.bytes for row in estimate_job(OFFLOADED, 2).traffic if row.fqn == "layers.0" and row.phase == "forward"
     )

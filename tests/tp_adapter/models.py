@@ -306,11 +306,11 @@ OPTIMIZERS = {
 
 
 class Experts(nn.Module):
-    """Four experts, two on each rank of "ep"; every rank computes with all tokens and sums over experts."""
+    """Experts, as many on each rank of "ep"; every rank computes with all tokens and sums over experts."""
 
-    def __init__(self) -> None:
+    def __init__(self, experts: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(4, 3, 3))
+        self.weight = nn.Parameter(torch.randn(experts, 3, 3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not isinstance(self.weight, DTensor):
@@ -321,9 +321,9 @@ class Experts(nn.Module):
 
 
 class Mixture(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, experts: int = 4) -> None:
         super().__init__()
-        self.inp, self.experts = nn.Linear(3, 3), Experts()
+        self.inp, self.experts = nn.Linear(3, 3), Experts(experts)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.experts(self.inp(x))

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import shardkit.core as shardkit
+from shardkit.core import Blocks
 from tests.support import rank_mesh, run_ranks
 from tests.tp_adapter.models import OPTIMIZERS, SPECS, Mixture
 from tests.tp_adapter.trainee import Trainee, assert_equal
@@ -62,13 +63,13 @@ def test_any_change_of_meshes(tmp_path: Path, name: str, optimizer: str, chain: 
             assert_equal(expected, seen)
 
 
-def experts_of(shape: tuple[int, ...], seed: int) -> Trainee:
+def experts_of(shape: tuple[int, ...], seed: int, placement: Any) -> Trainee:
     """Experts over "ep" and then over the other axis, dense parameters over both."""
     mesh = rank_mesh(shape, ("dp_mod_ep", "ep"))
     torch.manual_seed(seed)
     model = Mixture()
     model.experts.weight = nn.Parameter(distribute_tensor(model.experts.weight.detach(), mesh["ep"], [Shard(0)]))
-    shardkit.fully_shard(model.experts, mesh=mesh["dp_mod_ep"])
+    shardkit.fully_shard(model.experts, mesh=mesh["dp_mod_ep"], shard_placement_fn=lambda p: placement)
     shardkit.fully_shard(model, mesh=mesh)
     trainee = Trainee(model, OPTIMIZERS["adamw"](model.parameters()))
     model(torch.randn(2, 3)).square().mean().backward()
@@ -77,24 +78,25 @@ def experts_of(shape: tuple[int, ...], seed: int) -> Trainee:
     return trainee
 
 
-def save_experts(rank: int, world_size: int, path: Path, shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
-    trainee = experts_of(shape, 1)
+def save_experts(rank: int, world_size: int, path: Path, shape: tuple[int, ...], placement: Any) -> Any:
+    trainee = experts_of(shape, 1, placement)
     trainee.save(path)
     return trainee.full()
 
 
-def load_experts(rank: int, world_size: int, path: Path, again: Path, shape: Any) -> dict[str, torch.Tensor]:
-    trainee = experts_of(shape, 2)
+def load_experts(rank: int, world_size: int, path: Path, again: Path, shape: Any, placement: Any) -> Any:
+    trainee = experts_of(shape, 2, placement)
     trainee.load(path)
     trainee.save(again)
     return trainee.full()
 
 
-def test_any_change_of_expert_parallelism(tmp_path: Path):
-    expected = run_ranks(4, save_experts, tmp_path / "0", (2, 2))[0]
+@pytest.mark.parametrize("placement", [Shard(0), Blocks(elements=3)], ids=str)
+def test_any_change_of_expert_parallelism(tmp_path: Path, placement: Any):
+    expected = run_ranks(4, save_experts, tmp_path / "0", (2, 2), placement)[0]
     for number, shape in enumerate([(4, 1), (1, 4), (1, 2), (3, 1), (1, 1), (2, 2)]):
         paths = (tmp_path / str(number), tmp_path / str(number + 1))
-        for seen in run_ranks(math.prod(shape), load_experts, *paths, shape):
+        for seen in run_ranks(math.prod(shape), load_experts, *paths, shape, placement):
             assert_equal(expected, seen)
 
 

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 
 import shardkit.core as shardkit
+from shardkit.core import Blocks
 from tests.support import on_ranks, rank_mesh
 from tests.support.parity import sum_in_rank_order
 from tests.support.trace import Trace, assert_same
@@ -77,21 +78,33 @@ def test_dp_mesh_dims_with_dtensors(rank: int, world_size: int, shape: tuple[int
     assert_same(train_full_mesh(rank, stock, shape, spread), train_full_mesh(rank, shardkit, shape, spread))
 
 
+@pytest.mark.parametrize(
+    ("experts", "placement", "local"),
+    [(4, Shard(0), (1, 3, 3)), (6, Blocks(elements=3), (5, 3)), (2, Blocks(elements=3), (2, 3))],
+    ids=str,
+)
 @on_ranks(4)
-def test_expert_parallel(rank: int, world_size: int) -> None:
-    """Dense parameters over all four ranks, experts over "ep" and then over the two ranks that hold the same ones."""
+def test_expert_parallel(rank: int, world_size: int, experts: int, placement: Any, local: tuple[int, ...]) -> None:
+    """Dense parameters over all four ranks, experts over "ep" and then over the two ranks that hold the same ones.
+
+    Blocks are rows of these experts: a rank begins within one.
+    """
     mesh = rank_mesh((2, 2), ("dp_mod_ep", "ep"))
     torch.manual_seed(5)
-    whole = Mixture()
+    whole = Mixture(experts)
     torch.manual_seed(5)
-    model = Mixture()
+    model = Mixture(experts)
     model.experts.weight = nn.Parameter(distribute_tensor(model.experts.weight.detach(), mesh["ep"], [Shard(0)]))
-    shardkit.fully_shard(model.experts, mesh=mesh["dp_mod_ep"])
+    shardkit.fully_shard(model.experts, mesh=mesh["dp_mod_ep"], shard_placement_fn=lambda p: placement)
     shardkit.fully_shard(model, mesh=mesh)
     # Two batches, and each rank of "ep" has a part of the gradient of the modules below its experts.
     model.set_gradient_divide_factor(2.0)
     assert model.experts.weight.device_mesh.mesh_dim_names == ("dp_mod_ep", "ep")
-    assert model.experts.weight.to_local().shape == (1, 3, 3)
+    rows = local[0] if rank < 2 or isinstance(placement, Shard) else experts // 2 * 3 - local[0]
+    assert model.experts.weight.to_local().shape == (rows, *local[1:])
+    for one in (model, whole) if isinstance(placement, Blocks) else ():  # on CPUs torch draws otherwise on its own
+        torch.manual_seed(6)
+        nn.init.trunc_normal_(one.experts.weight)
     # The ranks of "ep" share a batch, as each has only its own experts' part of the outputs.
     twins = Twins(model, whole, rank // 2, 2)
     for _ in range(2):

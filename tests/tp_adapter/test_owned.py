@@ -1,5 +1,6 @@
 """Parameters that tensor parallelism has cut, each rank's shard whole on one data-parallel rank."""
 
+import re
 from typing import Any
 
 import pytest
@@ -51,8 +52,10 @@ def test_an_owner_holds_its_tensor_parallel_shard(rank: int, world_size: int) ->
 
 @on_ranks(4)
 def test_what_needs_more_than_the_shard_is_refused(rank: int, world_size: int) -> None:
-    with pytest.raises(NotImplementedError, match=r"parameter '0.weight' is a DTensor .*Blocks\(rows=2\) cannot cut"):
-        build(lambda p: Blocks(rows=2))
+    for name, blocks in (("0.weight", Blocks(rows=2)), ("0.weight", Blocks(elements=5)), ("2.weight", Blocks(rows=1))):
+        refused = re.escape(f"parameter '{name}' of shape") + ".*" + re.escape(f"so {blocks} cannot cut it")
+        with pytest.raises(NotImplementedError, match=refused):
+            build(lambda p, blocks=blocks: blocks)
     model = build(lambda p: Owned())
     model(torch.ones(2, 6)).sum().backward()
     muon = torch.optim.Muon([p for p in model.parameters() if p.ndim == 2])

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardkit.core.parameters.region import FlatRegion
+from shardkit.core.parameters.region import MergedRegion
 from shardkit.weights.targets import Cut, Experts, Part, Stack, Target, targets_for, targets_of
 
 
@@ -13,6 +13,10 @@ def fill(targets, checkpoint):
     for target in targets:
         for want, view in target.parts():
             view.copy_(checkpoint[want.name][tuple(slice(*run) for run in want.box)])
+
+
+def flat(start, stop):
+    return MergedRegion((((0, 3),), ((0, 4),)), 2, start, stop)
 
 
 class Engine(nn.Module):
@@ -103,7 +107,7 @@ def test_names_are_renamed_or_left_out():
         (lambda one: Target("w", (slice(0, 2),), one), "expected 2 slices without a step"),
         (lambda one: Target("w", (slice(-2, None), slice(None)), one), "from the beginning of each dim"),
         (lambda one: Target("w", None, one.to("meta")), "w: its tensor is on the meta device"),
-        (lambda one: Target("w", FlatRegion.of((3, 4), 0, 6), one), r"w: the region has shape \(6,\)"),
+        (lambda one: Target("w", flat(0, 6), one), r"w: the region has shape \(6,\)"),
         (lambda _: targets_for(Engine(), {"*.qkv.weight": Cut(0)}), "match no parameter of Engine"),
         (lambda _: targets_for(Engine(), {"norm.weight": Stack(Part("a", 3))}), "have 3 rows on this rank, expected 4"),
         (lambda _: targets_for(Engine(), {"norm.weight": Stack(Part("a", 3))}, tp_size=2), "does not divide among 2"),
@@ -116,5 +120,5 @@ def test_what_does_not_fit_is_refused(make, words):
 
 def test_a_region_of_elements_is_written_in_place():
     full, piece = torch.arange(12.0).view(3, 4), torch.zeros(6)
-    fill([Target("w", FlatRegion.of((3, 4), 3, 9), piece)], {"w": full})
+    fill([Target("w", flat(3, 9), piece)], {"w": full})
     assert piece.tolist() == [3, 4, 5, 6, 7, 8]

@@ -30,7 +30,7 @@ def choose_for(layout: str, model: nn.Module) -> Any:
         "shard": lambda p: Shard(0),
         "owned": plan_owners(model, lambda p: Owned() if p.ndim > 1 else None),
         "rows": lambda p: Blocks(rows=3),
-        "elements": lambda p: Blocks(elements=7),
+        "elements": lambda p: Blocks(elements=2 if p.ndim == 3 else 7),
     }[layout]
 
 

@@ -43,6 +43,9 @@ def layouts(draw: st.DrawFn) -> Layout:
             st.builds(lambda dim, n: _StridedShard(dim, split_factor=n), dims, st.integers(1, 3)),
         ]
     placements = tuple(draw(st.one_of(kinds)) for _ in mesh_shape)
+    if shape and not any(isinstance(one, _StridedShard) for one in placements) and draw(st.booleans()):
+        axis = draw(st.integers(0, len(mesh_shape) - 1))
+        placements = (*placements[:axis], Blocks(elements=draw(st.integers(1, 20))), *placements[axis + 1 :])
     return Layout(("weight",), torch.float32, shape, placements, mesh_shape, tuple(range(math.prod(mesh_shape))))
 
 

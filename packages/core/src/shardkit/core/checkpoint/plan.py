@@ -127,7 +127,7 @@ def boxes_of(path: LeafPath, tensor: torch.Tensor) -> list[tuple[Sizes, Sizes, t
             f"{name_of(path)}: placements {placements}, expected Shard or Replicate; redistribute it first"
         )
     boxes = _boxes_of_mesh(tuple(tensor.shape), placements, place.mesh_shape)[place.number]
-    # A piece that is cut between elements is 1-D; its boxes are not.
+    # A piece whose first dims are merged has fewer dims than its boxes.
     return [(offsets, sizes, local[in_local].view(sizes)) for offsets, sizes, in_local in boxes]
 
 

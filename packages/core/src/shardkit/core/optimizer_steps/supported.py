@@ -20,6 +20,7 @@ from shardkit.core.optimizer_steps.block_steps import steps_by_block
 from shardkit.core.parameters.param import fqn_of
 from shardkit.core.parameters.placed import PlacedTensor
 from shardkit.core.parameters.placements import Blocks, Owned, is_ours
+from shardkit.core.parameters.region import regions_of_mesh
 
 __all__ = ["ELEMENTWISE", "lacks_state_somewhere", "plain_parameters", "steps_by_element", "steps_on_empty"]
 
@@ -88,15 +89,10 @@ def lacks_state_somewhere(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _is_empty_somewhere(optimizer: torch.optim.Optimizer, parameter: PlacedTensor) -> bool:
-    for axis, one in enumerate(parameter.placements):
-        ranks = parameter.device_mesh.size(axis)
-        if isinstance(one, Owned) and ranks > 1:
-            return True
-        if isinstance(one, Blocks) and steps_by_block(optimizer):
-            whole = parameter.numel() if one.rows is None else parameter.shape[0]
-            blocks = -(-whole // (one.elements or one.rows or 1))
-            return -(-blocks // ranks) * (ranks - 1) >= blocks
-    return False
+    if not _is_on(parameter, Owned) and not steps_by_block(optimizer):
+        return False
+    regions = regions_of_mesh("", parameter.shape, parameter.placements, parameter.device_mesh.mesh.shape)
+    return any(not region.numel for region in regions)
 
 
 def _is_on(parameter: torch.Tensor, placement: type[Owned | Blocks]) -> bool:

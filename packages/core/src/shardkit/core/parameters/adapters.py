@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor, Placement
 from shardkit.core.mesh import DataParallelMesh
 from shardkit.core.parameters.annotations import annotations_of, check_annotations
 from shardkit.core.parameters.placed import PlacedTensor
-from shardkit.core.parameters.placements import Blocks, Owned, is_ours
+from shardkit.core.parameters.placements import Blocks, is_ours, layout_for
 from shardkit.core.policies import MixedPrecisionPolicy
 from shardkit.core.runtime.sharding import ChunkLayout
 from shardkit.core.torch_compat import PARAMETER_FLAG, local_of, new_dtensor, wraps_tensors
@@ -159,10 +159,10 @@ class _PlainForm:
         return gradient
 
 
-class _OwnedForm:
-    """The form of a DTensor parameter whose tensor-parallel shard is whole on one rank; `inner` is a replica's form."""
+class _PlacedForm:
+    """The form of a DTensor parameter whose tensor-parallel shard has a placement of ours; `inner` is a replica's."""
 
-    def __init__(self, inner: ParameterForm, axis: int, placement: Owned) -> None:
+    def __init__(self, inner: ParameterForm, axis: int, placement: Placement) -> None:
         self.inner = inner
         self.shape, self.sums_elsewhere = inner.shape, inner.sums_elsewhere
         self.mesh = inner.mesh
@@ -200,25 +200,21 @@ def form_of(
             f"{parameter.device_mesh}; shardkit-core shards plain tensors. For tensor-parallel parameters install "
             "shardkit-tp-adapter; a parameter that fully_shard has sharded before cannot be sharded again"
         )
-    if isinstance(placement, Owned):
-        return _owned_form(adapter, parameter, fqn, mesh, placement, holders)
-    if isinstance(placement, Blocks):
-        raise NotImplementedError(
-            f"parameter '{fqn}' is a DTensor with placements {tuple(parameter.placements)}, so {placement} cannot cut "
-            "it: blocks count from the start of the whole tensor. Use Shard(dim), or Owned() to keep each rank's "
-            "tensor-parallel shard whole"
-        )
+    if placement is not None and is_ours(placement):
+        return _placed_form(adapter, parameter, fqn, mesh, placement, holders)
     return adapter.form(parameter, fqn, mesh, dim, holders)
 
 
-def _owned_form(
+def _placed_form(
     adapter: DTensorAdapter,
     parameter: DTensor,
     fqn: str,
     mesh: DataParallelMesh,
-    placement: Owned,
+    placement: Placement,
     holders: Sequence[Holder],
 ) -> ParameterForm:
+    if isinstance(placement, Blocks):
+        _refuse_cut_blocks(parameter, fqn, placement)
     inner = adapter.form(parameter, fqn, mesh.fully_replicated, None, holders)
     local = local_of(parameter)
     if inner.local(local) is not local:
@@ -231,11 +227,25 @@ def _owned_form(
     for axis in range(inner.mesh.ndim):
         rows = inner.mesh.mesh.movedim(axis, -1).reshape(-1, inner.mesh.size(axis))
         if along <= {tuple(row) for row in rows.tolist()} and inner.placements[axis].is_replicate():
-            return _OwnedForm(inner, axis, placement)
+            return _PlacedForm(inner, axis, placement)
     raise NotImplementedError(
         f"parameter '{fqn}' with placements {tuple(parameter.placements)} on {parameter.device_mesh}: no axis of it is "
         f"the one that fully_shard shards over, {mesh.mesh}; {placement} needs one. Use Shard(dim)"
     )
+
+
+def _refuse_cut_blocks(parameter: DTensor, fqn: str, placement: Blocks) -> None:
+    """Refuses blocks that lie otherwise in this rank's part of a tensor than in the whole: each must be one row."""
+    layout = layout_for(placement, tuple(parameter.shape), 1)
+    merged = parameter.ndim - len(layout.shape) + 1
+    cut = {getattr(one, "dim", 0) for one in parameter.placements if not one.is_replicate()}
+    if layout.unit > 1 or any(dim >= merged for dim in cut):
+        raise NotImplementedError(
+            f"parameter '{fqn}' of shape {tuple(parameter.shape)} is a DTensor with placements "
+            f"{tuple(parameter.placements)}, so {placement} cannot cut it: a block must be one row, behind the dims "
+            "that they cut. Use Shard(dim), Blocks(elements=...) with the elements of the last dims, or Owned() to "
+            "keep each rank's tensor-parallel shard whole"
+        )
 
 
 @functools.cache

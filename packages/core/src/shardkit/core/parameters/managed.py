@@ -239,6 +239,9 @@ def placement_of(managed: ManagedParameter, chosen: object | None) -> Placement 
         return None
     if chosen is None:
         return Shard(0)
+    numels: Sequence[int] = getattr(chosen, "block_numels", ())
+    if len(numels) == 1:  # torch's BlockShard, which 2.15 has not: blocks of equal size
+        chosen = Blocks(elements=numels[0])
     if isinstance(chosen, Owned | Blocks):
         if not is_plain(plain):
             raise TypeError(

@@ -3,8 +3,9 @@
 Note [Operators on our placements]
 torch's operators know `Shard`, `Replicate` and `Partial`; with another placement they would guess, or gather with wrong
 sizes. So a `PlacedTensor` runs operators itself. Elementwise operators run on the local tensors, without communication.
-Norms are summed over the ranks, because third-party clipping and loggers need them. All other operators raise with a
-remedy. Optimizers never use this class for owned parameters: they step on plain tensors (`plain_steps.py`).
+Norms are summed over the ranks, because third-party clipping and loggers need them. Random numbers are drawn for the
+whole tensor, as torch's initialisers want them. All other operators raise with a remedy. Optimizers never use this
+class for owned parameters: they step on plain tensors (`plain_steps.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from shardkit.core.parameters.placements import is_ours
+from shardkit.core.parameters.placements import is_ours, layout_for
 from shardkit.core.parameters.region import region_at, region_of
 from shardkit.core.torch_compat import like_dtensor, local_of, new_dtensor
 
@@ -67,6 +68,8 @@ class PlacedTensor(DTensor):
             return _norm(func, *args, **kwargs)
         if name == "equal":
             return _equal(func, *args)
+        if name == "any" and len(args) == 1:  # trunc_normal_ asks whether to draw again
+            return _any(func, args[0])
         if name == "_foreach_norm":
             order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
             return [torch.linalg.vector_norm(one, order, dtype=kwargs.get("dtype")) for one in args[0]]
@@ -76,6 +79,8 @@ class PlacedTensor(DTensor):
             return like_dtensor(local_of(args[0]), args[0])
         if name in _NEW:
             return _new(func, *args, **kwargs)
+        if torch.Tag.nondeterministic_seeded in func.tags and name.endswith("_"):
+            return _draw(func, *args, **kwargs)
         if name in _REDUCING:
             raise _refusal(func, _first(args))
         if name in _IN_PLACE or name.startswith(_ON_LISTS) or torch.Tag.pointwise in func.tags:
@@ -126,17 +131,16 @@ class PlacedTensor(DTensor):
         others = [Replicate() if number == axis else one for number, one in enumerate(self.placements)]
         mine = local_of(self).detach()
         whole = mine.new_empty(region_at("", shape, others, mesh.mesh.shape, coordinate).shape)
+        layout = layout_for(self.placements[axis], tuple(whole.shape), mesh.size(axis))
+        rows = whole.view(layout.shape)
         for rank in range(mesh.size(axis)):
-            at = [*coordinate[:axis], rank, *coordinate[axis + 1 :]]
-            part = region_at("", shape, self.placements, mesh.mesh.shape, at)
-            # An owner holds everything that the other axes leave; blocks are not cut by any other axis.
-            target = whole if part.numel == whole.numel() else part.window(whole)
-            if not part.numel or target is None:
+            target = rows.narrow(0, layout.offset(rank), layout.length(rank))
+            if not target.numel():
                 continue
-            piece = mine.contiguous() if rank == coordinate[axis] else mine.new_empty(part.shape)
+            piece = mine.contiguous() if rank == coordinate[axis] else torch.empty_like(target)
             on_wire = piece.to(mesh.device_type)
             dist.broadcast(on_wire, group=mesh.get_group(axis), group_src=rank)
-            target.copy_(on_wire.view(target.shape))
+            target.copy_(on_wire)
         return new_dtensor(whole, mesh, others, self.shape)
 
     def _described(self) -> str:
@@ -188,7 +192,7 @@ class _Whole(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        part = region_of("a gradient", ctx.placed).take(gradient).view(local_of(ctx.placed).shape)
+        part = region_of("a gradient", ctx.placed).take(gradient)
         return like_dtensor(part.clone(), ctx.placed)
 
 
@@ -280,6 +284,14 @@ def _equal(func: Any, one: torch.Tensor, other: torch.Tensor) -> bool:
     return bool(same)
 
 
+def _any(func: Any, tensor: PlacedTensor) -> torch.Tensor:
+    """Whether any element is true, on every rank of the mesh (collective)."""
+    found = func(local_of(tensor)).to(tensor.device_mesh.device_type, torch.int32)
+    for group in _groups(tensor):
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+    return found.bool()  # type: ignore[no-any-return]
+
+
 def _new(func: Any, like: PlacedTensor, size: Sequence[int], *args: Any, **kwargs: Any) -> Any:
     """`new_empty` and similar operators: results of this tensor's shape have its placement; 0-dim ones are plain."""
     local = local_of(like)
@@ -288,6 +300,17 @@ def _new(func: Any, like: PlacedTensor, size: Sequence[int], *args: Any, **kwarg
     if tuple(size) == ():
         return func(local, size, *args, **kwargs)
     raise _refusal(func, like, f"was asked for shape {tuple(size)}")
+
+
+def _draw(func: Any, tensor: PlacedTensor, *args: Any, **kwargs: Any) -> PlacedTensor:
+    """A random operator in place. As on a replicated tensor of torch's, whose draws agree on all ranks of the mesh."""
+    if any(isinstance(one, torch.Tensor) for one in (*args, *kwargs.values())):
+        raise _refusal(func, tensor, "got another tensor")
+    mesh, local = tensor.device_mesh, local_of(tensor)
+    whole = torch.empty(tensor.shape, dtype=local.dtype, device=mesh.device_type)
+    func(new_dtensor(whole, mesh, [Replicate() for _ in tensor.placements], tensor.shape), *args, **kwargs)
+    local.copy_(region_of("a tensor", tensor).take(whole))
+    return tensor
 
 
 def _copy_between(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ torch's own operators do not know them: see `placed.py`.
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,7 +67,11 @@ class Blocks(Placement):
 
     Multiples are counted from the start of the whole tensor, so an optimizer that quantizes its state in blocks has the
     same blocks on any number of ranks. Each rank holds `ceil(blocks / ranks)` of them; the last ranks may hold fewer or
-    none. With `elements` the local tensor is 1-D.
+    none.
+
+    With `elements` the local tensor has the first dims merged into one, as few as leave each block whole rows. An
+    experts' weight of shape `(experts, in, out)` with `elements=out` has local tensors `(rows, out)`. If blocks are not
+    whole rows of any dim, the local tensor is 1-D.
 
     Raises:
         ValueError: unless exactly one of `rows` and `elements` is given, and it is at least 1.
@@ -107,16 +112,16 @@ def is_ours(placement: Placement | None) -> bool:
 def layout_for(placement: Placement | None, shape: tuple[int, ...], world_size: int) -> ChunkLayout:
     """The layout that a placement gives a tensor of `shape`; None replicates it, as a tensor of at least one dim.
 
-    With `Blocks(elements=...)` it is the layout of the flat tensor.
+    With `Blocks(elements=...)` it is the layout of the tensor with its first dims merged, at most all of them.
     """
     if isinstance(placement, Owned):
         return _layout(shape, 0, world_size, owner=placement.rank)
     if isinstance(placement, Blocks):
         if placement.elements is not None:
-            numel = 1
-            for size in shape:
-                numel *= size
-            return _layout((numel,), 0, world_size, unit=placement.elements)
+            rest = shape[1:]
+            while not (row := math.prod(rest)) or placement.elements % row:
+                rest = rest[1:]
+            return _layout((math.prod(shape) // row, *rest), 0, world_size, unit=placement.elements // row)
         assert placement.rows is not None
         return _layout(shape, 0, world_size, unit=placement.rows)
     dim = 0 if placement is None else placement.dim  # type: ignore[attr-defined]
@@ -134,7 +139,7 @@ def shard_of(
 
     With several ranks the shard has its own memory, so `whole` can be freed. `local_shape` is the shard's shape.
     """
-    if whole.shape and tuple(whole.shape) != layout.shape:  # cut between elements
+    if whole.shape and tuple(whole.shape) != layout.shape:  # cut between rows of merged dims
         whole = whole.reshape(layout.shape)
     world, chunk = layout.world_size, whole
     if world > 1 and is_plain(whole):

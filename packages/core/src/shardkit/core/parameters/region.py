@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -63,16 +63,18 @@ class Region:
         """The rank's piece of `full`: a view if it is one box, else a copy."""
         boxes = list(self.boxes())
         if len(boxes) == 1:
-            return full[boxes[0][0]]
+            return full[boxes[0][0]].reshape(self.shape)
         piece = full.new_empty(self.shape)
         for in_full, in_piece in boxes:
-            piece[in_piece] = full[in_full]
+            part = piece[in_piece]
+            part.copy_(full[in_full].reshape(part.shape))
         return piece
 
     def put(self, full: torch.Tensor, piece: torch.Tensor) -> None:
         """Writes the rank's piece into `full`."""
         for in_full, in_piece in self.boxes():
-            full[in_full] = piece[in_piece]
+            target = full[in_full]
+            target.copy_(piece[in_piece].reshape(target.shape))
 
     def window(self, full: torch.Tensor) -> torch.Tensor | None:
         """The rank's piece of `full` as a view, if it is contiguous, so that it can be received in place; else None."""
@@ -84,43 +86,34 @@ class Region:
 
 
 @dataclass(frozen=True)
-class FlatRegion(Region):
-    """Elements `start` to `stop` (exclusive) of a tensor of shape `whole`, in memory order; the rank's piece is 1-D.
+class MergedRegion(Region):
+    """Rows `start` to `stop` (exclusive) of a box of the tensor, with its first `merged` dims merged into one.
 
-    They form several boxes if they begin or end within a row.
+    `runs` are the box: one run per dim. The rank's piece has one dim for the merged ones, so its boxes have fewer dims
+    than those of the tensor; there are several if it begins or ends within a merged dim. If all dims are merged, a row
+    is one element.
     """
 
-    whole_shape: tuple[int, ...]
+    merged: int
     start: int
     stop: int
 
-    @classmethod
-    def of(cls, whole_shape: Sequence[int], start: int, stop: int) -> FlatRegion:
-        """The region; all empty ones are equal."""
-        start, stop = (start, stop) if start < stop else (0, 0)
-        return cls((), tuple(whole_shape), start, stop)
-
     @property
     def shape(self) -> tuple[int, ...]:
-        return (self.stop - self.start,)
+        return (self.stop - self.start, *Region(self.runs[self.merged :]).shape)
 
     def boxes(self) -> Iterator[tuple[Box, Box]]:
-        offset = 0
-        for runs in _boxes_of_range(self.whole_shape, self.start, self.stop):
-            numel = math.prod(stop - start for start, stop in runs)
-            yield tuple(slice(start, stop) for start, stop in runs), (slice(offset, offset + numel),)
-            offset += numel
-
-    def take(self, full: torch.Tensor) -> torch.Tensor:
-        return full.reshape(-1)[self.start : self.stop]
-
-    def put(self, full: torch.Tensor, piece: torch.Tensor) -> None:
-        for in_full, in_piece in self.boxes():
-            target = full[in_full]
-            target.copy_(piece[in_piece].view(target.shape))
-
-    def window(self, full: torch.Tensor) -> torch.Tensor | None:
-        return full.view(-1)[self.start : self.stop] if full.is_contiguous() else None
+        sizes, offset = Region(self.runs).shape, 0
+        firsts = [run[0][0] if run else 0 for run in self.runs]
+        rest = tuple((0, size) for size in sizes[self.merged :])
+        for leading in _boxes_of_range(sizes[: self.merged], self.start, self.stop):
+            rows = math.prod(stop - start for start, stop in leading)
+            box = zip(firsts, (*leading, *rest), strict=True)
+            yield (
+                tuple(slice(first + start, first + stop) for first, (start, stop) in box),
+                (slice(offset, offset + rows), *(slice(*run) for run in rest)),
+            )
+            offset += rows
 
 
 def _boxes_of_range(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[Run, ...]]:
@@ -163,14 +156,14 @@ def region_at(
     mesh_shape: Sequence[int],
     coordinate: Sequence[int],
 ) -> Region:
-    """The region of the rank at `coordinate` of a mesh; placements cut from left to right, as DTensor defines it."""
-    flat = _flat_cut(name, shape, placements, mesh_shape)
-    if flat is not None:
-        return flat(coordinate[next(axis for axis, one in enumerate(placements) if not one.is_replicate())])
+    """The region of the rank at `coordinate` of a mesh; placements cut from left to right, as DTensor defines it.
+
+    `Blocks` cuts last, what the others leave.
+    """
     dims = Region.whole(shape).runs
     for axis, (size, position) in enumerate(zip(mesh_shape, coordinate, strict=True)):
-        (dims,) = _cut_by(placements, axis, name, shape, dims, size, [position])
-    return Region(dims)
+        (dims,) = _cut_by(placements, axis, name, dims, size, [position])
+    return _in_blocks(name, dims, placements, mesh_shape, coordinate)
 
 
 def regions_of_mesh(
@@ -180,34 +173,31 @@ def regions_of_mesh(
 
     Every rank computes the same list, without communication. Linear in the size of the mesh.
     """
-    flat = _flat_cut(name, shape, placements, mesh_shape)
-    if flat is not None:
-        axis = next(axis for axis, one in enumerate(placements) if not one.is_replicate())
-        regions = [flat(position) for position in range(mesh_shape[axis])]
-        return [regions[coordinate[axis]] for coordinate in itertools.product(*map(range, mesh_shape))]
     found = [Region.whole(shape).runs]
     for axis, size in enumerate(mesh_shape):
-        found = [cut for dims in found for cut in _cut_by(placements, axis, name, shape, dims, size, range(size))]
-    return [Region(dims) for dims in found]
+        found = [cut for dims in found for cut in _cut_by(placements, axis, name, dims, size, range(size))]
+    if not any(isinstance(one, Blocks) for one in placements):
+        return [Region(dims) for dims in found]
+    coordinates = itertools.product(*map(range, mesh_shape))
+    return [_in_blocks(name, dims, placements, mesh_shape, at) for dims, at in zip(found, coordinates, strict=True)]
 
 
 def _cut_by(
     placements: Sequence[Placement],
     axis: int,
     name: str,
-    shape: Sequence[int],
     dims: tuple[tuple[Run, ...], ...],
     size: int,
     positions: Sequence[int],
 ) -> Iterator[tuple[tuple[Run, ...], ...]]:
-    """The parts of `dims` that the ranks at `positions` of an axis of `size` ranks hold."""
+    """The parts of `dims` that the ranks at `positions` of an axis of `size` ranks hold, or share if it has blocks."""
     placement = placements[axis]
-    if placement.is_replicate():
+    if placement.is_replicate() or isinstance(placement, Blocks):
         yield from [dims] * len(positions)
         return
-    if isinstance(placement, Owned | Blocks):
+    if isinstance(placement, Owned):
         for position in positions:
-            yield (_placed(name, placement, dims[0], shape, size, position), *dims[1:])
+            yield (dims[0] if position == placement.rank else (), *dims[1:])
         return
     dim = getattr(placement, "dim", None)
     if dim is None:
@@ -220,35 +210,29 @@ def _cut_by(
         yield (*dims[:dim], runs, *dims[dim + 1 :])
 
 
-def _placed(
-    name: str, placement: Owned | Blocks, rows: tuple[Run, ...], shape: Sequence[int], size: int, position: int
-) -> tuple[Run, ...]:
-    """The part held by the rank at `position` of `size`, of the rows that earlier placements leave."""
-    if isinstance(placement, Owned):
-        return rows if position == placement.rank else ()
-    if rows != ((0, shape[0]),) and shape[0]:
+def _in_blocks(
+    name: str,
+    dims: tuple[tuple[Run, ...], ...],
+    placements: Sequence[Placement],
+    mesh_shape: Sequence[int],
+    coordinate: Sequence[int],
+) -> Region:
+    """The part of `dims` that `Blocks` gives the rank at `coordinate`; all of it if no placement is `Blocks`."""
+    axis = next((axis for axis, one in enumerate(placements) if isinstance(one, Blocks)), None)
+    if axis is None:
+        return Region(dims)
+    layout = layout_for(placements[axis], Region(dims).shape, mesh_shape[axis])
+    length = layout.length(coordinate[axis])
+    start = layout.offset(coordinate[axis]) if length else 0  # regions without elements are equal
+    merged = len(dims) - len(layout.shape) + 1
+    if merged == 1:
+        return Region((_cut(dims[0], start, start + length), *dims[1:]))
+    if any(len(runs) > 1 for runs in dims):
         raise ValueError(
-            f"{name}: {placement} counts rows of the whole tensor, but another axis cuts them too; use Shard(dim)"
+            f"{name}: placements {tuple(placements)} leave a part that lies in several places, of which "
+            f"{placements[axis]} cannot take blocks; use Shard(dim)"
         )
-    layout = layout_for(placement, tuple(shape), size)
-    first = layout.offset(position)
-    return ((first, first + layout.length(position)),) if layout.length(position) else ()
-
-
-def _flat_cut(
-    name: str, shape: Sequence[int], placements: Sequence[Placement], mesh_shape: Sequence[int]
-) -> Callable[[int], FlatRegion] | None:
-    """Returns the region of the rank at a position of the axis that cuts between elements, None if there is none."""
-    cutting = [(one, size) for one, size in zip(placements, mesh_shape, strict=True) if not one.is_replicate()]
-    if not any(isinstance(one, Blocks) and one.elements is not None for one, _ in cutting):
-        return None
-    if len(cutting) > 1:
-        raise ValueError(
-            f"{name}: {cutting[0][0]} counts elements of the whole tensor, but another axis cuts it too; use Shard(dim)"
-        )
-    placement, size = cutting[0]
-    layout = layout_for(placement, tuple(shape), size)
-    return lambda at: FlatRegion.of(shape, layout.offset(at), layout.offset(at) + layout.length(at))
+    return MergedRegion(dims, merged, start, start + length)
 
 
 def _chunk(runs: tuple[Run, ...], count: int, index: int) -> tuple[Run, ...]:
