@@ -142,6 +142,7 @@ class WeightSender(Closing):
         self._buckets: queue.SimpleQueue[_Bucket] | None = None
         self._control: Connection | None = None
         self._last: Sending | None = None
+        self._copies: Source = {}  # of `async_op`, whose memory serves again
         self._background = ThreadPoolExecutor(1, "shardkit weights")
         self._io = IOThread()
         if self.rank == 0:
@@ -179,7 +180,7 @@ class WeightSender(Closing):
         held, source = describe(self._model, self._names, self._dtype, merge=self._merge)
         if not async_op:
             return self._send(version, held, source)
-        source = _snapshot(held, source)
+        source = self._copies = _snapshot(held, source, self._copies)
         self._last = Sending(self._background.submit(self._send, version, held, source))
         return self._last
 
@@ -370,15 +371,21 @@ class _Bucket:
 
 
 @torch.no_grad()
-def _snapshot(held: list[Held], source: Source) -> Source:
-    """Copies in host memory, in the dtypes that are sent."""
+def _snapshot(held: list[Held], source: Source, before: Source) -> Source:
+    """Copies in host memory, in the dtypes that are sent; into those of the version before, where they fit."""
     dtypes = {one.name: dtype_named(one.dtype) for one in held}
     copies: dict[str, list[Values]] = {}
     for name, parts in source.items():
+        old = {one.box: one.tensor for one in before.get(name, ())}
         copies[name] = []
         for one in parts:
-            on_device = one.of(one.box).to(dtypes[name])  # cast before it is moved: fewer bytes
-            copy = torch.empty(on_device.shape, dtype=on_device.dtype, pin_memory=on_device.device.type == "cuda")
+            on_device = one.of(one.box)
+            if on_device.device.type != "cpu":
+                on_device = on_device.to(dtypes[name])  # cast before it is moved: fewer bytes
+            copy = old.get(one.box)
+            if copy is None or copy.dtype != dtypes[name]:
+                pinned = on_device.device.type == "cuda"
+                copy = torch.empty(on_device.shape, dtype=dtypes[name], pin_memory=pinned)
             copies[name].append(Values(one.box, copy.copy_(on_device, non_blocking=True)))
     if any(one.tensor.device.type == "cuda" for parts in source.values() for one in parts):
         torch.cuda.synchronize()
