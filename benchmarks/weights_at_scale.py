@@ -1,0 +1,133 @@
+"""How long weights take to large numbers of receivers: computed from the real plans and the speed of the links.
+
+    python benchmarks/weights_at_scale.py
+
+Nothing is sent. The plan of one layer of each model is made as a `WeightSender` makes it, for trainers that shard every
+tensor on dim 0 over all ranks, and for engines that cut it by tensor and expert parallelism, in bfloat16; layers are
+alike, so its bytes count once for each. A time is that of the process with the most bytes to send or to receive, over
+a link of the given speed for each process: a bound from below, as packing, latency and other traffic come on top. The
+engines' copies are served in chains, so a sender's bytes do not grow with their number. "whole" is the time in which
+one process sends all tensors once, as those do that gather them first.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardkit.weights.boxes import Box, Held, Wanted
+from shardkit.weights.plan import Provided, plan
+
+LINKS = {"10 Gbit/s": 1.25e9, "100 Gbit/s": 12.5e9, "400 Gbit/s": 50e9}
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Model:
+    """The tensors of one layer, and those beside the layers. Each has the dim that engines cut; None: none."""
+
+    layers: int
+    layer: dict[str, tuple[Shape, int | None]]
+    beside: dict[str, tuple[Shape, int | None]]
+
+
+def dense(layers: int, hidden: int, inner: int, heads: int, vocabulary: int = 128256) -> Model:
+    """Llama 3: 8 key heads of 128."""
+    layer: dict[str, tuple[Shape, int | None]] = {
+        "q": ((heads * 128, hidden), 0),
+        "k": ((1024, hidden), 0),
+        "v": ((1024, hidden), 0),
+        "o": ((hidden, heads * 128), 1),
+        "gate": ((inner, hidden), 0),
+        "up": ((inner, hidden), 0),
+        "down": ((hidden, inner), 1),
+        "norms": ((2 * hidden,), None),
+    }
+    return Model(layers, layer, {"embedding": ((vocabulary, hidden), 0), "head": ((vocabulary, hidden), 0)})
+
+
+def experts() -> Model:
+    """DeepSeek V3: 256 experts and a shared one, latent attention; all layers as those with experts."""
+    layer: dict[str, tuple[Shape, int | None]] = {
+        "q_a": ((1536, 7168), None),
+        "q_b": ((128 * 192, 1536), 0),
+        "kv_a": ((576, 7168), None),
+        "kv_b": ((128 * 256, 512), 0),
+        "o": ((7168, 128 * 128), 1),
+        "router": ((256, 7168), None),
+        "gate": ((256, 2048, 7168), 0),
+        "up": ((256, 2048, 7168), 0),
+        "down": ((256, 7168, 2048), 0),
+        "shared": ((3 * 2048, 7168), 0),
+    }
+    return Model(61, layer, {"embedding": ((129280, 7168), 0), "head": ((129280, 7168), 0)})
+
+
+MODELS = {
+    "Llama 8B": dense(32, 4096, 14336, 32),
+    "Llama 70B": dense(80, 8192, 28672, 64),
+    "Llama 405B": dense(126, 16384, 53248, 128),
+    "DeepSeek 671B": experts(),
+}
+CASES = [("Llama 8B", 8, 1, 8), ("Llama 70B", 64, 8, 8), ("Llama 405B", 512, 16, 8), ("DeepSeek 671B", 1024, 32, 16)]
+"""Model, trainers, ranks of an engine, engines."""
+
+
+def cut(shape: Shape, dim: int, part: int, parts: int) -> Box:
+    """One of several nearly equal runs of a dim, as `torch.chunk` cuts it; empty ones have no elements."""
+    size = -(-shape[dim] // parts)
+    run = (min(part * size, shape[dim]), min((part + 1) * size, shape[dim]))
+    return tuple(run if at == dim else (0, whole) for at, whole in enumerate(shape))
+
+
+def loads(
+    tensors: dict[str, tuple[Shape, int | None]], trainers: int, ranks: int
+) -> tuple[Sequence[int], Sequence[int]]:
+    """Bytes that each trainer sends to the ranks of one engine, and that each of these receives."""
+    held = {
+        rank: [
+            Held(name, "bfloat16", shape, (box,) if (box := cut(shape, 0, rank, trainers))[0][0] < box[0][1] else ())
+            for name, (shape, _) in tensors.items()
+        ]
+        for rank in range(trainers)
+    }
+    provided = Provided(held)
+    sent: Counter[int] = Counter()
+    received = []
+    for rank in range(ranks):
+        wants = [
+            Wanted(name, tuple((0, size) for size in shape) if dim is None else cut(shape, dim, rank, ranks), False)
+            for name, (shape, dim) in tensors.items()
+        ]
+        pieces = plan(provided, wants, turn=rank)
+        for trainer, some in pieces.items():
+            sent[trainer] += sum(one.nbytes for one in some)
+        received.append(sum(one.nbytes for some in pieces.values() for one in some))
+    return [sent[rank] for rank in range(trainers)], received
+
+
+def row(name: str, trainers: int, ranks: int, engines: int) -> str:
+    """A row of the table."""
+    model = MODELS[name]
+    layer, beside = (loads(one, trainers, ranks) for one in (model.layer, model.beside))
+    sent, received = (
+        [model.layers * one + other for one, other in zip(layer[side], beside[side], strict=True)] for side in (0, 1)
+    )
+    most = max(*sent, *received)
+    times = " | ".join(f"{most / speed:.2f}" for speed in LINKS.values())
+    total = 2 * sum(
+        count * math.prod(shape)
+        for count, tensors in ((model.layers, model.layer), (1, model.beside))
+        for shape, _ in tensors.values()
+    )
+    whole = " | ".join(f"{total / speed:.2f}" for speed in LINKS.values())
+    sizes = f"{total / 1e9:.0f} | {max(sent) / 1e9:.2f} | {max(received) / 1e9:.2f}"
+    return f"| {name} | {trainers} | {engines} x {ranks} | {sizes} | {times} | {whole} |"
+
+
+if __name__ == "__main__":
+    whole = " | ".join(f"whole, {one}" for one in LINKS)
+    print(f"| model | trainers | engines x ranks | GB | most sent | most received | {' | '.join(LINKS)} | {whole} |")
+    print("|---" * (6 + 2 * len(LINKS)) + "|")
+    for case in CASES:
+        print(row(*case), flush=True)
