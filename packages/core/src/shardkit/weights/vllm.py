@@ -1,0 +1,359 @@
+"""Weights into vLLM: engines for its weight-transfer factories, which vLLM finds by an entry point of this package.
+
+A loader of vLLM cuts and fuses the tensors of a checkpoint. Its copies are recorded once, with tensors that have no
+memory. A module whose parameters are all filled by plain copies is then written in place: each worker receives
+the parts that it needs, wherever they lie. Tensors of other modules, and of quantised models, are received as a whole
+and given to the loader.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import nn
+from vllm.distributed.weight_transfer import (
+    ParamMeta,
+    TrainerWeightTransferEngine,
+    VLLMWeightSyncClient,
+    WeightSource,
+    WeightTransferEngine,
+    WeightTransferEngineFactory,
+    WeightTransferTrainerFactory,
+)
+from vllm.distributed.weight_transfer.base import TrainerInitInfo, WeightTransferInitInfo, WeightTransferUpdateInfo
+
+from shardkit.core.torch_compat import TorchDispatchMode
+from shardkit.weights.boxes import dtype_named
+from shardkit.weights.packing import Names, describe
+from shardkit.weights.receiver import WeightReceiver
+from shardkit.weights.sender import Report, WeightSender
+from shardkit.weights.targets import Target
+
+__all__ = ["Source", "TrainerEngine", "TrainerInit", "WorkerEngine", "register"]
+
+_log = logging.getLogger(__name__)
+
+Looks = Mapping[str, tuple[str, Sequence[int]]]
+"""Dtype and shape of each tensor that the trainer sends, by its name in the checkpoint."""
+
+_PLAIN = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
+
+
+def register() -> None:
+    """Makes the backend "shardkit" known to vLLM, which calls this in each of its processes."""
+    for factory, name in (
+        (WeightTransferEngineFactory, "WorkerEngine"),
+        (WeightTransferTrainerFactory, "TrainerEngine"),
+    ):
+        if "shardkit" not in factory._registry:
+            factory.register_engine("shardkit", __name__, name)
+
+
+class Source(WeightSource):
+    """The model of a trainer, each rank of which sends its own part.
+
+    Args:
+        model: as for `WeightSender`.
+        names: from the name in its state dict to that of the Hugging Face checkpoint; None leaves a tensor out.
+        dtype: the dtype in which floating-point tensors are sent; None: each in its own.
+        merge_adapters: as for `WeightSender`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Mapping[str, torch.Tensor],
+        *,
+        names: Names = str,
+        dtype: torch.dtype | None = None,
+        merge_adapters: bool = False,
+    ) -> None:
+        self.model, self.names, self.dtype, self.merge_adapters = model, names, dtype, merge_adapters
+
+    @cached_property
+    def metadata(self) -> list[ParamMeta]:
+        """Name, dtype and whole shape of each tensor. Collective with `merge_adapters`."""
+        held, _ = describe(self.model, self.names, self.dtype, merge=self.merge_adapters)
+        return [ParamMeta(one.name, dtype_named(one.dtype), one.shape) for one in held]
+
+
+@dataclass
+class TrainerInit(TrainerInitInfo):
+    """The choices of a trainer rank: `WeightTransferTrainerFactory.trainer_init(TrainerInit(...), client=, source=)`.
+
+    Args:
+        address: "tcp://host:port", a free port of the host of rank 0 that the workers of vLLM reach.
+        receivers: how many workers vLLM has, over all its engines.
+        world_size: the number of trainer ranks.
+        delta: as for `WeightSender`.
+        timeout: seconds to wait for a peer.
+    """
+
+    backend: ClassVar[str] = "shardkit"
+
+    address: str
+    receivers: int
+    world_size: int
+    delta: bool = False
+    timeout: float = 300.0
+
+
+class TrainerEngine(TrainerWeightTransferEngine[TrainerInit]):
+    """On every trainer rank: sends its parts, and on rank 0 drives vLLM through the client."""
+
+    init_info_cls = TrainerInit
+
+    def __init__(self, init: TrainerInit, client: VLLMWeightSyncClient, source: Source) -> None:
+        super().__init__(client=client, source=source, is_sender=init.is_sender, rank=init.rank)
+        self._version = 0
+        self._sender = WeightSender(
+            source.model,
+            init.address,
+            names=source.names,
+            dtype=source.dtype,
+            merge_adapters=source.merge_adapters,
+            receivers=init.receivers,
+            delta=init.delta,
+            timeout=init.timeout,
+            rank=init.rank,
+            world_size=init.world_size,
+        )
+
+    @classmethod
+    def trainer_init(
+        cls, init_info: TrainerInit, *, client: VLLMWeightSyncClient, source: WeightSource | None = None
+    ) -> Self:
+        """Ready to send. Raises TypeError if the source is not a `Source`; and as `WeightSender`."""
+        if not isinstance(source, Source):
+            raise TypeError(
+                f"a source of type {type(source).__name__}, expected shardkit.weights.vllm.Source, of which each rank "
+                "sends its own part; pass source=Source(model)"
+            )
+        engine = cls(init_info, client, source)
+        looks = {one.name: (str(one.dtype).removeprefix("torch."), list(one.shape)) for one in source.metadata}
+        if init_info.is_sender:
+            client.init_weight_transfer_engine(asdict(_WorkerInit(init_info.address, looks, init_info.timeout)))
+        return engine
+
+    def send_weights(self) -> None:
+        """Sends the model as it is now to all workers, which load it. Collective over the trainer's ranks.
+
+        Raises RuntimeError if a worker does not have it; and as `WeightSender.send`.
+        """
+        self._version += 1
+        if not self.is_sender:
+            self._sender.send(self._version)
+            return
+        self.client.start_weight_update()
+        with ThreadPoolExecutor(1, "shardkit vllm") as threads:
+            update = threads.submit(self.client.update_weights, asdict(_Update(self._version)))
+            report = self._sender.send(self._version)
+            update.result()
+        assert isinstance(report, Report)
+        self.client.finish_weight_update()
+        if report.failed:
+            raise RuntimeError(
+                f"workers of vLLM do not have version {self._version}: {dict(report.failed)}; restart "
+                "them, then send again"
+            )
+
+    def shutdown(self) -> None:
+        """Leaves the workers."""
+        self._sender.close()
+
+
+@dataclass
+class _WorkerInit(WeightTransferInitInfo):
+    """Where a worker finds the trainer, and what that sends."""
+
+    address: str
+    looks: dict[str, tuple[str, list[int]]]
+    timeout: float = 300.0
+
+
+@dataclass
+class _Update(WeightTransferUpdateInfo):
+    version: int
+
+
+class WorkerEngine(WeightTransferEngine[_WorkerInit, _Update]):
+    """In every worker of vLLM: receives what its part of the model needs."""
+
+    init_info_cls = _WorkerInit
+    update_info_cls = _Update
+    supports_draft_weight_update = False
+
+    _receiver: WeightReceiver | None = None
+
+    def init_transfer_engine(self, init_info: _WorkerInit) -> None:
+        """Finds out where each tensor goes, and joins the trainer as soon as that listens."""
+        self.shutdown()
+        # Of latent attention, vLLM computes with matrices that it derives from the parameters.
+        direct = self.vllm_config.quant_config is None and not self.model_config.use_mla
+        targets, self.whole = targets_in(self.model, init_info.looks, direct=direct)
+        if self.whole:
+            _log.warning(
+                "%d of %d tensors are received as a whole, because their modules are not filled by plain copies: %s",
+                len(self.whole),
+                len(init_info.looks),
+                ", ".join(list(self.whole)[:5]),
+            )
+        targets += [Target(name, None, tensor) for name, tensor in self.whole.items()]
+        self._receiver = WeightReceiver(init_info.address, targets, in_place=True, timeout=init_info.timeout)
+
+    def start_weight_update(self) -> None:
+        """Prepares the modules that are loaded anew."""
+        if self.whole:
+            from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+            initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: _Update) -> None:
+        """Receives a version. Raises as `WeightReceiver.receive`."""
+        from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
+
+        if self._receiver is None:
+            raise RuntimeError("no transfer has been set up; call init_weight_transfer_engine first")
+        while self._receiver.receive() != update_info.version:
+            pass  # one that others have missed
+        if self.whole:
+            with disable_mtp_completeness_check():
+                self.model.load_weights((name, one.to(self.device)) for name, one in self.whole.items())
+
+    def finish_weight_update(self) -> None:
+        """Finishes the modules that were loaded anew."""
+        if self.whole:
+            from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+            finalize_layerwise_reload(self.model, self.model_config)
+
+    def shutdown(self) -> None:
+        """Leaves the trainer."""
+        if self._receiver is not None:
+            self._receiver.close()
+        self._receiver, self.whole = None, {}
+
+
+# -- where a loader puts what
+
+
+class _Copies(TorchDispatchMode):
+    """Notes copies from tensors without memory, in place of making them.
+
+    Attributes:
+        made: what was copied of each tensor, as (into, from).
+        others: names of tensors from which anything else was computed.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._storages = {one.untyped_storage(): name for name, one in tensors.items()}
+        self.made: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {name: [] for name in tensors}
+        self.others: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        values = [*args, *(kwargs or {}).values()]
+        lists = [one for value in values if isinstance(value, (list, tuple)) for one in value]  # those of torch.cat
+        given = [one for one in values + lists if isinstance(one, torch.Tensor) and one.is_meta]
+        names = [self._storages[one.untyped_storage()] for one in given if one.untyped_storage() in self._storages]
+        if func is torch.ops.aten.copy_.default and args[1].is_meta and not args[0].is_meta:
+            for name in names:
+                self.made[name].append(args[:2])
+            return args[0]
+        if not func.is_view:
+            self.others.update(names)
+        return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def targets_in(model: nn.Module, looks: Looks, *, direct: bool = True) -> tuple[list[Target], dict[str, torch.Tensor]]:
+    """Targets in the memory of a model of vLLM, and new tensors for those that its loader must have as a whole; all of
+    them if not `direct`. Tensors that the loader ignores are in neither.
+    """
+    from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
+
+    found: dict[str, list[Target] | None] = dict.fromkeys(looks)
+    if direct:
+        with disable_mtp_completeness_check():
+            found = _recorded(model, looks)
+    owners: dict[int, list[nn.Module]] = {}
+    for module in model.modules():
+        for one in module.parameters(recurse=False):
+            owners.setdefault(_memory(one), []).append(module)
+    incomplete = {one for one in model.modules() if not _is_plain(one)}
+    while True:
+        filled: Counter[int] = Counter()
+        for target in (target for targets in found.values() for target in targets or ()):
+            filled[_memory(target.tensor)] += target.tensor.numel()
+        for parameter in model.parameters():
+            if filled[_memory(parameter)] != parameter.numel():
+                incomplete.update(owners[_memory(parameter)])
+        # A module is written in place or loaded anew as a whole, and so is a tensor of several modules.
+        left = {name for name, targets in found.items() if targets and incomplete & _filled_by(targets, owners)}
+        if not left:
+            break
+        found |= dict.fromkeys(left)
+    whole = {
+        name: torch.empty(looks[name][1], dtype=dtype_named(looks[name][0])) for name in looks if found[name] is None
+    }
+    return [target for targets in found.values() for target in targets or ()], whole
+
+
+def _filled_by(targets: Sequence[Target], owners: Mapping[int, Sequence[nn.Module]]) -> set[nn.Module]:
+    return {module for one in targets for module in owners.get(_memory(one.tensor), ())}
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether vLLM computes with the parameters as they were loaded."""
+    method = getattr(module, "quant_method", None)
+    return method is None or type(method).__name__ in _PLAIN
+
+
+def _recorded(model: Any, looks: Looks) -> dict[str, list[Target] | None]:
+    """Where the loader copies parts of each tensor; None if it does anything else with it."""
+    tensors = {
+        name: torch.empty(shape, dtype=dtype_named(dtype), device="meta") for name, (dtype, shape) in looks.items()
+    }
+    parameters: list[tuple[Any, torch.Tensor]] = [(one, one.data) for one in model.parameters()]
+    copies = _Copies(tensors)
+    try:
+        with copies:
+            model.load_weights(iter(tensors.items()))
+    except Exception:  # noqa: BLE001 - the loader needs values of one of them
+        if len(looks) == 1:
+            return dict.fromkeys(looks)
+        return {name: _recorded(model, {name: one})[name] for name, one in looks.items()}
+    finally:
+        for parameter, data in parameters:
+            if parameter.is_meta:  # replaced by what was loaded
+                parameter.data = data
+    found: dict[str, list[Target] | None] = {}
+    for name, made in copies.made.items():
+        targets = [
+            Target(name, region, into)
+            for into, part in made
+            if (region := _region(tensors[name], part, into)) is not None
+        ]
+        found[name] = targets if len(targets) == len(made) and name not in copies.others else None
+    return found
+
+
+def _region(whole: torch.Tensor, part: torch.Tensor, into: torch.Tensor) -> list[slice] | None:
+    """Where a part lies in a whole tensor; None if it is not cut along dims, or fills another shape."""
+    if part.stride() != whole.stride() or part.shape != into.shape:
+        return None
+    offset, region = int(part.storage_offset()), []
+    for stride, size in zip(whole.stride(), part.shape, strict=True):
+        start, offset = divmod(offset, stride)
+        region.append(slice(start, start + size))
+    return region
