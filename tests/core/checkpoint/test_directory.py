@@ -287,7 +287,7 @@ def test_a_save_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         "rename step-000002 .step-000002.deleted",
         f"fsync {here}",
     ]
-    assert seen.index("unlink part-0.json") == removals[0] == seen.index("fsync .step-000003.incomplete") - 1
+    assert seen.index("unlink part-0.json") == removals[0] == seen.index("fsync manifest.json") - 1
     synced = [number for number, one in enumerate(seen) if one == f"fsync {here}"]
     assert min(number for number in removals[1:]) > synced[1], "no file goes before its checkpoint has lost its name"
     assert seen.index("rmdir .step-000002.deleted") > synced[2] > seen.index("rmdir .step-000003.deleted")

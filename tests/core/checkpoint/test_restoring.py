@@ -207,3 +207,24 @@ def on_a_mesh_of_one(rank: int, world_size: int, path: Path) -> list[float]:
 
 def test_tensors_on_a_mesh_of_some_ranks(tmp_path: Path):
     assert run_ranks(2, on_a_mesh_of_one, tmp_path, isolated=True) == [[], [0.0, 1.0, 2.0, 3.0]]
+
+
+def test_a_data_loader_goes_on_behind_its_last_batch(tmp_path: Path):
+    """torchdata's, by one argument, with worker processes."""
+    stateful = pytest.importorskip("torchdata.stateful_dataloader")
+
+    def loader() -> Any:
+        return stateful.StatefulDataLoader(torch.arange(40), batch_size=4, shuffle=True, num_workers=2)
+
+    torch.manual_seed(1)
+    model, first, expected = torch.nn.Linear(2, 1), loader(), []
+    for number, batch in enumerate(first, 1):
+        if number > 3:
+            expected.append(batch.tolist())
+        if number == 3:
+            state = TrainingState(model, per_rank={"loader": first})
+            CheckpointManager(tmp_path).save(3, state, blocking=True)
+    torch.manual_seed(2)
+    second = loader()
+    CheckpointManager(tmp_path).restore(TrainingState(model, per_rank={"loader": second}))
+    assert [batch.tolist() for batch in second] == expected and len(expected) == 7

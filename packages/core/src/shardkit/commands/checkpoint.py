@@ -14,9 +14,10 @@ __all__ = ["Parser", "add_conversion_options", "parse"]
 
 _DESCRIPTION = """\
 Inspects and converts checkpoints on one machine, without a process group. A checkpoint is a directory that
-CheckpointManager or torch.distributed.checkpoint has written; in a directory of several, the newest is used. Sources
-are only read, and verified where they have checksums; a target appears when it is complete. Start an interrupted
-conversion again, and it continues where it stopped.
+CheckpointManager or torch.distributed.checkpoint has written; in a directory of several, the newest is used. A source
+may also be a URL of an object store, such as s3://bucket/run. Sources are only read, and verified where they have
+checksums; a target appears when it is complete. Start an interrupted conversion again, and it continues where it
+stopped.
 """
 
 
@@ -41,15 +42,15 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
     def add_for_one(name: str, text: str) -> argparse.ArgumentParser:
         command = add(name, text)
-        command.add_argument("source", type=Path, help="a checkpoint, or a directory of them: the newest of these")
+        command.add_argument("source", help="a checkpoint, or a directory or URL of several: the newest of these")
         command.add_argument("--fallback", action="store_true", help="if it is damaged, take the one before it")
         return command
 
     add_for_one("inspect", "the contents of a checkpoint; no values are read")
     _add_progress_option(add_for_one("verify", "read all of a checkpoint and compare every checksum"))
     one = add("diff", "the tensors and values in which two checkpoints differ, however they are sharded")
-    one.add_argument("first", type=Path)
-    one.add_argument("second", type=Path)
+    one.add_argument("first", help="a checkpoint, or a directory or URL of several: the newest of these")
+    one.add_argument("second", help="the checkpoint to compare it with")
     _add_progress_option(one)
     one = add_for_one("export", "weights as safetensors in the layout of Hugging Face, or one file of torch.save")
     one.add_argument(

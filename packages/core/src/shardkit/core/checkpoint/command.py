@@ -20,6 +20,7 @@ from shardkit.core.checkpoint.directory import candidates
 from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from shardkit.core.checkpoint.index import MANIFEST, Index, dtype_name
 from shardkit.core.checkpoint.leaves import LeafPath, LeftOut, name_of
+from shardkit.core.checkpoint.location import Location, location_of
 from shardkit.core.checkpoint.reading import checkpoint_of, raw_objects, read_objects, source_of, stored_tensors
 from shardkit.core.checkpoint.sources import weights_of_files
 from shardkit.core.checkpoint.stored import Checkpoint, StoredTensor, bytes_of, memory_of
@@ -29,7 +30,7 @@ from shardkit.core.checkpoint.writers import DcpWriter, SafetensorsWriter, Torch
 
 
 def differences(
-    first: tuple[Path, Index], second: tuple[Path, Index], progress: Callable[[int], object] = lambda _: None
+    first: tuple[Location, Index], second: tuple[Location, Index], progress: Callable[[int], object] = lambda _: None
 ) -> Iterator[str]:
     """Yields a line for each tensor or object that differs between two checkpoints, to the last bit, however sharded.
 
@@ -76,7 +77,7 @@ def _gaps(one: torch.Tensor, other: torch.Tensor) -> list[float]:
     return [float(gap.max())]
 
 
-def _of_objects(first: tuple[Path, Index], second: tuple[Path, Index]) -> Iterator[str]:
+def _of_objects(first: tuple[Location, Index], second: tuple[Location, Index]) -> Iterator[str]:
     left, right = (
         {name_of(path): value for path, value in read_objects(where, index, index.objects).items()}
         for where, index in (first, second)
@@ -121,14 +122,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status_of(lambda: _COMMANDS[options.command](options))
 
 
-def _open(path: Path) -> tuple[Path, Index]:
-    found, read = candidates(path, older=False)[0]
+def _open(path: str) -> tuple[Location, Index]:
+    found, read = candidates(location_of(path), older=False)[0]
     return found, read()
 
 
-def _of_one(options: argparse.Namespace, use: Callable[[Path, Index], T]) -> T:
+def _of_one(options: argparse.Namespace, use: Callable[[Location, Index], T]) -> T:
     """Applies `use` to the chosen checkpoint; with `--fallback`, to the newest that is not damaged."""
-    *newer, (oldest, read_oldest) = candidates(options.source, older=options.fallback)
+    *newer, (oldest, read_oldest) = candidates(location_of(options.source), older=options.fallback)
     for path, read in newer:
         try:
             return use(path, read())
@@ -159,7 +160,7 @@ def _inspect(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    def read(path: Path, index: Index) -> tuple[Path, Index, int]:
+    def read(path: Location, index: Index) -> tuple[Location, Index, int]:
         nbytes = sum(file.nbytes for file in index.files.values())
         with progress("verify", nbytes, shown=not options.no_progress) as report:
             for file in index.files.values():
@@ -190,7 +191,7 @@ def _diff(options: argparse.Namespace) -> int:
 
 
 def _export(options: argparse.Namespace) -> int:
-    def export(path: Path, index: Index) -> int:
+    def export(path: Location, index: Index) -> int:
         index = _kept(options, path, index)
         checkpoint = checkpoint_of(path, index) if options.all else _weights(path, index, options.prefix)
         write: Callable[[Path], TorchWriter | SafetensorsWriter]
@@ -211,7 +212,7 @@ def _export(options: argparse.Namespace) -> int:
     return _of_one(options, export)
 
 
-def _kept(options: argparse.Namespace, path: Path, index: Index) -> Index:
+def _kept(options: argparse.Namespace, path: Location, index: Index) -> Index:
     """The index without the entries that --without names."""
     left_out = LeftOut(options.without)
     kept = index.without(left_out)
@@ -219,7 +220,7 @@ def _kept(options: argparse.Namespace, path: Path, index: Index) -> Index:
     return kept
 
 
-def _weights(path: Path, index: Index, prefix: str) -> Checkpoint:
+def _weights(path: Location, index: Index, prefix: str) -> Checkpoint:
     """The tensors whose names begin with `prefix`, under flat names without it."""
     checkpoint = source_of(path, index)
     named = {one.name: one for one in checkpoint.tensors.values() if one.name.startswith(prefix)}
@@ -240,7 +241,7 @@ def _import(options: argparse.Namespace) -> int:
 
 
 def _reshard(options: argparse.Namespace) -> int:
-    def rewrite(path: Path, index: Index) -> int:
+    def rewrite(path: Location, index: Index) -> int:
         index = _kept(options, path, index)
         objects = {one.path: data for one, data in raw_objects(path, index, index.objects.values())}
         return _write_sealed(options, source_of(path, index), objects)

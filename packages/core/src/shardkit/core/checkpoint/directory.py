@@ -10,6 +10,12 @@ Each save has its own token, so leftovers of a dead run or a failed save never m
 hidden directories are being written: writers hold a shared lock on the directory, which the system releases when they
 die. Locks hold on one host, and not on every file system, so a directory is renamed before it is removed. Its writer
 may then find it gone, and fails; but it never loses files while its writer turns it into a checkpoint.
+
+In an object store a checkpoint is complete once it has a manifest, the last object of a save:
+
+    step-000100.<token>/manifest.json           a complete checkpoint
+    step-000200.<token>/ without a manifest     one that is being written or deleted, or whose run died meanwhile
+    step-000100.<token>/manifest.json.damaged   one that was skipped because it is damaged; nothing removes it
 """
 
 from __future__ import annotations
@@ -22,13 +28,16 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any, Protocol
 
 from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from shardkit.core.checkpoint.index import MANIFEST, Index, sealed_as, unpack
+from shardkit.core.checkpoint.index import MANIFEST, Index, sealed_as, unpack, unseal
 from shardkit.core.checkpoint.leaves import LeftOut
+from shardkit.core.checkpoint.location import Location, ObjectPath, location_of, names_in, remove_tree, sizes_of
 from shardkit.core.checkpoint.stock_metadata import METADATA, read_stock
 from shardkit.core.checkpoint.verified_file import open_inside, read_small
 
@@ -67,6 +76,8 @@ def remove_unless_written(path: Path, doomed: Path) -> None:
 _LOG = logging.getLogger(__name__)
 
 _COMPLETE = re.compile(r"step-(\d{6,})")
+_ASIDE = f"{MANIFEST}.damaged"
+_IN_STORE = re.compile(r"step-(\d{6,})\.[0-9a-f]+")
 _HIDDEN = re.compile(r"\.(step-\d{6,})\.([0-9a-f]+)\.(incomplete|replaced|deleted)")
 
 
@@ -74,13 +85,16 @@ _HIDDEN = re.compile(r"\.(step-\d{6,})\.([0-9a-f]+)\.(incomplete|replaced|delete
 class StoredCheckpoint:
     """A completed checkpoint on disk. If its files were damaged since, reading raises."""
 
-    path: Path
+    path: Location
     step: int
 
     @classmethod
-    def all_in(cls, directory: str | Path) -> list[StoredCheckpoint]:
-        """The complete checkpoints of a directory, oldest first. Needs no manager, and a run may be writing there."""
-        return CheckpointDirectory(Path(directory)).complete()
+    def all_in(cls, directory: str | Location) -> list[StoredCheckpoint]:
+        """The complete checkpoints of a directory, oldest first. Needs no manager, and a run may be writing there.
+
+        `directory` may be the URL of a place in an object store.
+        """
+        return directory_of(location_of(directory)).complete()
 
     def read(self) -> Index:
         """The index. Raises DamagedCheckpointError if the manifest is damaged or a file is missing or truncated."""
@@ -90,20 +104,19 @@ class StoredCheckpoint:
         return index
 
 
-def read_manifest(path: Path) -> Index:
+def read_manifest(path: Location) -> Index:
     """The index of a checkpoint. Raises DamagedCheckpointError if files are missing or not of their size."""
     index = unpack(read_small(path, MANIFEST), str(path / MANIFEST))
-    for file in index.files.values():
-        try:
-            size = (path / file.name).lstat().st_size
-        except FileNotFoundError as error:
-            raise DamagedCheckpointError(f"{path / file.name} is missing") from error
-        if size != file.nbytes:
-            raise DamagedCheckpointError(f"{path / file.name} has {size} bytes, {file.nbytes} were written")
+    expected = {file.name: file.nbytes for file in index.files.values()}
+    for name, size in sizes_of(path, expected):
+        if size is None:
+            raise DamagedCheckpointError(f"{path / name} is missing")
+        if size != expected[name]:
+            raise DamagedCheckpointError(f"{path / name} has {size} bytes, {expected[name]} were written")
     return index
 
 
-@dataclass(frozen=True)
+@dataclass
 class CheckpointDirectory:
     """All checkpoints of a run. Nothing here is collective; one rank writes, any may read."""
 
@@ -118,6 +131,10 @@ class CheckpointDirectory:
     def hidden(self, step: int, token: str, state: str) -> Path:
         """The path of a checkpoint that is not complete yet, or is being replaced or deleted."""
         return self.path / f".step-{step:06d}.{token}.{state}"
+
+    def writing_in(self, temporary: Path) -> AbstractContextManager[None]:
+        """`writing_in` of this module."""
+        return writing_in(temporary)
 
     def complete(self) -> list[StoredCheckpoint]:
         """The complete checkpoints, oldest first. Raises CheckpointError if the directory cannot be read."""
@@ -174,7 +191,7 @@ class CheckpointDirectory:
                 self._discard([replaced], [self.hidden(step, token, "deleted")])
         return final
 
-    def set_aside(self, path: Path, reason: str, restored: Path) -> None:
+    def set_aside(self, path: Path, reason: str, restored: Location) -> None:
         """Renames a damaged checkpoint, so that it no longer counts as the newest, and logs why, and what is used."""
         numbered = (path.with_name(f"{path.name}.damaged{number or ''}") for number in itertools.count())
         kept = path.rename(next(other for other in numbered if not other.exists()))
@@ -190,7 +207,9 @@ class CheckpointDirectory:
         with _forgiven(self.path):
             old = [one for one in self.complete() if one.step <= saved][:-keep]
             if old:
-                self._discard([one.path for one in old], [self.hidden(one.step, token, "deleted") for one in old])
+                self._discard(
+                    [self.final(one.step) for one in old], [self.hidden(one.step, token, "deleted") for one in old]
+                )
 
     def _discard(self, paths: Sequence[Path], doomed: Sequence[Path]) -> None:
         """Deletes checkpoints that are no longer needed; a failure does not affect the new checkpoint.
@@ -211,8 +230,100 @@ class CheckpointDirectory:
                     self._nameless.remove(hidden)
 
 
+@dataclass
+class ObjectDirectory:
+    """All checkpoints of a run in an object store; the same methods. Nothing is renamed or locked there.
+
+    Leftovers of dead runs are deleted when this run has saved, not when it starts: they look like a save in progress,
+    which a job that only reads must not remove. A run that saves is alone (`OtherRuns`).
+    """
+
+    path: ObjectPath
+    _left: list[ObjectPath] = field(default_factory=list, init=False, repr=False, compare=False)
+    """Leftovers of dead runs."""
+
+    def hidden(self, step: int, token: str, state: str) -> ObjectPath:
+        """The place of a checkpoint, from the first object on."""
+        return self.path / f"step-{step:06d}.{token}"
+
+    def writing_in(self, temporary: ObjectPath) -> AbstractContextManager[None]:
+        """Does nothing."""
+        return contextlib.nullcontext()
+
+    def _all(self) -> Iterator[tuple[int, ObjectPath, set[str]]]:
+        """Step, place and names of objects, for everything that is or may become a checkpoint."""
+        for name in names_in(self.path):
+            if match := _IN_STORE.fullmatch(name):
+                yield int(match[1]), self.path / name, names_in(self.path / name)
+
+    def complete(self) -> list[StoredCheckpoint]:
+        """The complete checkpoints, oldest first. Raises OSError."""
+        newest: dict[int, ObjectPath] = {}
+        for step, path, names in self._all():
+            if MANIFEST in names and (step not in newest or _created(path) > _created(newest[step])):
+                newest[step] = path
+        return [StoredCheckpoint(path, step) for step, path in sorted(newest.items())]
+
+    def clean(self) -> None:
+        """Notes the leftovers of dead runs, which `publish` deletes. Raises OSError."""
+        self._left.extend(path for _, path, names in self._all() if not {MANIFEST, _ASIDE} & names)
+
+    def publish(self, temporary: ObjectPath, step: int, token: str) -> ObjectPath:
+        """Deletes older checkpoints of the step, and leftovers of dead runs; the manifest has made this one."""
+        with _forgiven(self.path):
+            old = [path for other, path, names in self._all() if other == step and MANIFEST in names]
+            self._discard([path for path in old if path != temporary] + self._left)
+            self._left.clear()
+        return temporary
+
+    def set_aside(self, path: ObjectPath, reason: str, restored: Location) -> None:
+        """Renames the manifest of a damaged checkpoint, and logs why, and what is used."""
+        path.store.copy((path / MANIFEST).key, (path / _ASIDE).key)
+        (path / MANIFEST).unlink()
+        _LOG.warning("skipped a damaged checkpoint: %s; it is kept at %s, and %s was restored", reason, path, restored)
+
+    def retire(self, keep: int, saved: int, token: str) -> None:
+        """As in a directory of files."""
+        with _forgiven(self.path):
+            self._discard([one.path for one in self.complete() if one.step <= saved][:-keep])
+
+    def _discard(self, paths: Sequence[Any]) -> None:
+        """Deletes checkpoints, their manifests first: no checkpoint is without its other objects."""
+        for path in paths:
+            with _forgiven(path):
+                if (path / MANIFEST).exists():
+                    (path / MANIFEST).unlink()
+                remove_tree(path)
+
+
+class Directory(Protocol):
+    """The methods of the two classes above; each takes its own kind of location."""
+
+    path: Any
+
+    def hidden(self, step: int, token: str, state: str) -> Any: ...
+    def writing_in(self, temporary: Any) -> AbstractContextManager[None]: ...
+    def complete(self) -> list[StoredCheckpoint]: ...
+    def clean(self) -> None: ...
+    def publish(self, temporary: Any, step: int, token: str) -> Any: ...
+    def set_aside(self, path: Any, reason: str, restored: Location) -> None: ...
+    def retire(self, keep: int, saved: int, token: str) -> None: ...
+
+
+def directory_of(location: Location) -> Directory:
+    """The checkpoints at a location."""
+    return CheckpointDirectory(location) if isinstance(location, Path) else ObjectDirectory(location)
+
+
+def _created(path: ObjectPath) -> str:
+    """When a checkpoint was completed; nothing for one whose manifest is damaged."""
+    with contextlib.suppress(DamagedCheckpointError):
+        return str(unseal(read_small(path, MANIFEST), str(path)).get("created", ""))
+    return ""
+
+
 @contextlib.contextmanager
-def _forgiven(path: Path) -> Iterator[None]:
+def _forgiven(path: Location) -> Iterator[None]:
     try:
         yield
     except (OSError, CheckpointError) as error:
@@ -233,7 +344,7 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def open_index(path: Path, left_out: LeftOut | None = None) -> Index:
+def open_index(path: Location, left_out: LeftOut | None = None) -> Index:
     """The index of a directory: from our manifest, or from stock's metadata if there is no manifest.
 
     Excludes what is left out; in stock's format those files may be missing. Raises CheckpointError if it is not a
@@ -250,12 +361,12 @@ def open_index(path: Path, left_out: LeftOut | None = None) -> Index:
     )
 
 
-def _check_exists(path: Path) -> None:
+def _check_exists(path: Location) -> None:
     if not path.exists():
         raise CheckpointError(f"{path} does not exist; choose another directory")
 
 
-def candidates(path: Path, *, older: bool) -> list[tuple[Path, Callable[[], Index]]]:
+def candidates(path: Location, *, older: bool) -> list[tuple[Location, Callable[[], Index]]]:
     """The checkpoints that `path` can mean, newest first, each with a function that returns its index.
 
     A checkpoint and, with `older` and if a run saved it, the run's earlier ones; for a directory of a run, all complete
@@ -278,7 +389,7 @@ def candidates(path: Path, *, older: bool) -> list[tuple[Path, Callable[[], Inde
 class OtherRuns:
     """The complete checkpoints of a directory that one run knows. Raises CheckpointError as `complete` does."""
 
-    def __init__(self, directory: CheckpointDirectory) -> None:
+    def __init__(self, directory: Directory) -> None:
         self._directory = directory
         seals, self._unread = self._there()
         self._known = set(seals.values())
@@ -295,9 +406,9 @@ class OtherRuns:
                 unread.add(one.path.name)
         return seals, unread
 
-    def make_way(self, temporary: Path) -> None:
-        """Call before this run renames a finished directory to a checkpoint. Raises CheckpointError if the directory
-        has a checkpoint that this run neither found at its start nor saved.
+    def make_way(self, manifest: bytes) -> None:
+        """Call before this run writes the manifest of a checkpoint. Raises CheckpointError if the directory has a
+        checkpoint that this run neither found at its start nor saved.
         """
         seals, _ = self._there()
         self._known |= {seals[name] for name in self._unread & seals.keys()}  # found at its start, readable again
@@ -308,15 +419,15 @@ class OtherRuns:
                 "run began, and this run has not saved it: another run saves to the same directory. Give each run a "
                 "directory of its own; if the other one has ended, start this one again, and it goes on from there"
             )
-        seal = _seal_of(temporary)
-        assert seal is not None, "the manifest has been written"
+        seal = sealed_as(manifest)
+        assert seal is not None
         self._known.add(seal)
 
 
-def _seal_of(path: Path) -> str | None:
+def _seal_of(path: Location) -> str | None:
     """None if the manifest is damaged or missing. Raises OSError or CheckpointError if it is unreadable."""
     try:
-        with os.fdopen(open_inside(path, MANIFEST), "rb") as file:
+        with open_inside(path, MANIFEST) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 200))
             return sealed_as(file.read())
     except DamagedCheckpointError:  # or removed since it was listed

@@ -8,7 +8,6 @@ import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Self
 
 from shardkit.core.checkpoint.agreement import (
@@ -22,10 +21,11 @@ from shardkit.core.checkpoint.agreement import (
     raise_together,
     replicas_agree,
 )
-from shardkit.core.checkpoint.directory import CheckpointDirectory, OtherRuns, StoredCheckpoint, open_index
+from shardkit.core.checkpoint.directory import OtherRuns, StoredCheckpoint, directory_of, open_index
 from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from shardkit.core.checkpoint.index import Index
 from shardkit.core.checkpoint.leaves import Captured
+from shardkit.core.checkpoint.location import Location, location_of
 from shardkit.core.checkpoint.plan import Plan, holding_of, layouts_digest, make_plan, part_of
 from shardkit.core.checkpoint.saving import Header, Image, Progress, Save
 from shardkit.core.checkpoint.training_state import TrainingState, restore_state, unexpected_names
@@ -44,7 +44,7 @@ class Restored:
     """
 
     step: int | None
-    path: Path
+    path: Location
     info: Mapping[str, Any] = field(default_factory=dict)
     world_size: int | None = None
     damaged: tuple[str, ...] = ()
@@ -72,7 +72,8 @@ class CheckpointManager:
     process works alone. Files that an earlier run left unfinished are removed.
 
     Args:
-        directory: created if it does not exist.
+        directory: created if it does not exist; or the URL of a place in an object store, such as
+            "s3://bucket/run", for which fsspec needs the store's package (s3fs, gcsfs, adlfs) and settings.
         keep: number of complete checkpoints to keep, counted back from the one just saved; None keeps all.
         every: `due(step)` is true for every multiple of this number; None for never.
         timeout: seconds that the committing rank waits for the other ranks to write their parts.
@@ -83,21 +84,21 @@ class CheckpointManager:
     """
 
     def __init__(
-        self, directory: str | Path, *, keep: int | None = None, every: int | None = None, timeout: float = 1800.0
+        self, directory: str | Location, *, keep: int | None = None, every: int | None = None, timeout: float = 1800.0
     ) -> None:
         for name, value, without in (("keep", keep, "keeps all checkpoints"), ("every", every, "makes none due")):
             if value is not None and _whole(value) < 1:
                 raise ValueError(f"{name}={value!r}, expected a whole number from 1 on; pass None if it {without}")
-        self._directory = CheckpointDirectory(Path(directory).absolute())
+        self._directory = directory_of(location_of(directory).absolute())
         self._keep, self._every, self._timeout = keep, every, timeout
         self._peers = Peers.of(None)
-        self._token, theirs = self._peers.from_rank0((secrets.token_hex(4), self._directory.path))
+        self._token, theirs = self._peers.from_rank0((secrets.token_hex(4), str(self._directory.path)))
         self._image: Image | None = None
         self._save: Save | None = None
         self._begun, self._alike = 0, True
         self._others: OtherRuns | None = None
         with self._together("preparing the directory"):
-            if theirs != self._directory.path:
+            if theirs != str(self._directory.path):
                 raise CheckpointError(
                     f"directory {self._directory.path}, but rank 0 has {theirs}: give all ranks the same"
                 )
@@ -233,7 +234,7 @@ class CheckpointManager:
         state: TrainingState,
         *,
         step: int | None = None,
-        source: str | Path | None = None,
+        source: str | Location | None = None,
         fallback: bool = False,
     ) -> Restored | None:
         """Fills the state from the newest complete checkpoint, whatever ranks and meshes saved it. Collective.
@@ -244,8 +245,8 @@ class CheckpointManager:
             state: its tensors are filled in place; for the other parts, `load_state_dict` is called.
             step: restores this step, not the newest checkpoint. Newer ones stay, and the next restore takes the newest:
                 remove them if the run is to continue from this step.
-            source: restores this directory: a checkpoint of another run, or one by torch.distributed.checkpoint (its
-                tensors have no checksums) with the names that `TrainingState` uses.
+            source: restores this directory or URL: a checkpoint of another run, or one by torch.distributed.checkpoint
+                (its tensors have no checksums) with the names that `TrainingState` uses.
             fallback: if a checkpoint is damaged, take the one before it; the damaged one is renamed to
                 `step-*.damaged` and kept, and rank 0 logs a warning.
 
@@ -258,7 +259,7 @@ class CheckpointManager:
                 exist.
         """
         self.wait()
-        damaged: dict[Path, str] = {}
+        damaged: dict[Location, str] = {}
         candidates = self._candidates(step, source)
         for number, path in enumerate(candidates):
             try:
@@ -278,12 +279,12 @@ class CheckpointManager:
             return Restored(index.step, path, index.info, index.world_size, tuple(damaged.values()))
         return None
 
-    def _restore_one(self, path: Path, state: TrainingState, *, any_writer: bool) -> Index:
+    def _restore_one(self, path: Location, state: TrainingState, *, any_writer: bool) -> Index:
         what = f"restoring {path}"
         index: Index | None = None
         unexpected: set[str] = set()
         with self._together(what):
-            step = None if any_writer else int(path.name.removeprefix("step-"))
+            step = None if any_writer else int(path.name.split(".")[0].removeprefix("step-"))
             index = open_index(path) if step is None else StoredCheckpoint(path, step).read()
             unexpected = unexpected_names(index, state)
         assert index is not None
@@ -299,17 +300,17 @@ class CheckpointManager:
             restore_state(path, index, state, self._peers.rank, self._peers.size)
         return index
 
-    def _candidates(self, step: int | None, source: str | Path | None) -> Sequence[Path]:
+    def _candidates(self, step: int | None, source: str | Location | None) -> Sequence[Location]:
         """The checkpoints to try, newest first, as seen by rank 0."""
-        found: list[Path] | None = None
+        found: list[Location] | None = None
         with self._together("looking for checkpoints"):
             if self._peers.rank == 0 and source is not None:
-                found = [Path(source).absolute()]
+                found = [location_of(source).absolute()]
             elif self._peers.rank == 0:
                 there = self.checkpoints()
+                have = [one.step for one in there]
                 found = [one.path for one in reversed(there) if step is None or one.step <= step]
-                if step is not None and (not found or found[0] != self._directory.final(step)):
-                    have = [one.step for one in there]
+                if step is not None and step not in have:
                     raise CheckpointError(
                         f"{self._directory.path} has no checkpoint of step {step}, only of {have}; choose one of them"
                     )

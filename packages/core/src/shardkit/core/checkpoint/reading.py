@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -16,6 +14,7 @@ import torch
 from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from shardkit.core.checkpoint.index import Chunk, Index, ObjectEntry, TensorEntry
 from shardkit.core.checkpoint.leaves import LeafPath, name_of, unflatten
+from shardkit.core.checkpoint.location import Location
 from shardkit.core.checkpoint.plan import boxes_of
 from shardkit.core.checkpoint.stock_metadata import METADATA
 from shardkit.core.checkpoint.stored import (
@@ -63,7 +62,7 @@ def reads_of(entry: TensorEntry, offsets: Iterable[int], target: torch.Tensor) -
                 yield Read(entry.name, entry.dtype, chunk, tuple(spans), target[tuple(slices)])
 
 
-def read_tensors(directory: Path, index: Index, wanted: Iterable[tuple[LeafPath, torch.Tensor]]) -> None:
+def read_tensors(directory: Location, index: Index, wanted: Iterable[tuple[LeafPath, torch.Tensor]]) -> None:
     """Fills tensors in place, each rank its own part, with verified bytes, whichever ranks wrote the checkpoint.
 
     Not collective. Raises CheckpointError, before anything changes, if a tensor is missing in the checkpoint or has
@@ -88,7 +87,7 @@ def read_tensors(directory: Path, index: Index, wanted: Iterable[tuple[LeafPath,
     _run(directory, index, reads)
 
 
-def read_objects(directory: Path, index: Index, names: Iterable[str]) -> dict[LeafPath, Any]:
+def read_objects(directory: Location, index: Index, names: Iterable[str]) -> dict[LeafPath, Any]:
     """Values that are not tensors, by path. Nothing in the checkpoint is executed."""
     entries = [index.objects[name] for name in names]
     found = {}
@@ -97,14 +96,16 @@ def read_objects(directory: Path, index: Index, names: Iterable[str]) -> dict[Le
     return {one.path: found[one.path] for one in entries}
 
 
-def raw_objects(directory: Path, index: Index, entries: Iterable[ObjectEntry]) -> Iterator[tuple[ObjectEntry, bytes]]:
+def raw_objects(
+    directory: Location, index: Index, entries: Iterable[ObjectEntry]
+) -> Iterator[tuple[ObjectEntry, bytes]]:
     """The bytes written by torch.save for each value, in file order."""
     for file, one in _in_files(directory, index, entries, lambda one: (one.file, one.offset)):
         yield one, file.read(one.offset, one.length)
 
 
 def _in_files(
-    directory: Path, index: Index, items: Iterable[T], place: Callable[[T], tuple[Any, ...]]
+    directory: Location, index: Index, items: Iterable[T], place: Callable[[T], tuple[Any, ...]]
 ) -> Iterator[tuple[VerifiedFile, T]]:
     """Items by file, in the order in which they lie there, so that every block is read and hashed once. `place` returns
     the name of the file and the sort key.
@@ -117,7 +118,7 @@ def _in_files(
 
 
 @torch.no_grad()
-def _run(directory: Path, index: Index, reads: list[Read]) -> None:
+def _run(directory: Location, index: Index, reads: list[Read]) -> None:
     for file, read in _in_files(directory, index, reads, lambda one: (one.chunk.file, one.chunk.offset, one.spans)):
         _fill(file, read)
 
@@ -162,12 +163,11 @@ def _place(file: VerifiedFile, read: Read) -> tuple[int, torch.Tensor | None]:
     chunk, itemsize = read.chunk, read.dtype.itemsize
     if chunk.values is not None:
         return chunk.values, None
-    with os.fdopen(os.dup(file.descriptor), "rb") as opened:
-        start, nbytes = values_in(opened, chunk.offset, chunk.length, str(file.path))
-        contiguous = archive_of(read.dtype, chunk.sizes).description
-        if nbytes == chunk.numel * itemsize and contiguous in file.read(chunk.offset, start - chunk.offset):
-            return start, None
-        layout = layout_in(opened, chunk.offset, chunk.length, nbytes, str(file.path))
+    start, nbytes = values_in(file.opened, chunk.offset, chunk.length, str(file.path))
+    contiguous = archive_of(read.dtype, chunk.sizes).description
+    if nbytes == chunk.numel * itemsize and contiguous in file.read(chunk.offset, start - chunk.offset):
+        return start, None
+    layout = layout_in(file.opened, chunk.offset, chunk.length, nbytes, str(file.path))
     if (tuple(layout.shape), layout.dtype) != (chunk.sizes, read.dtype):
         raise DamagedCheckpointError(
             f"{read.name}: its chunk at {chunk.offsets} in {file.path} is {tuple(layout.shape)} of {layout.dtype}, "
@@ -176,7 +176,7 @@ def _place(file: VerifiedFile, read: Read) -> tuple[int, torch.Tensor | None]:
     return start + int(layout.storage_offset()) * itemsize, layout
 
 
-def stored_tensors(directory: Path, index: Index) -> list[StoredTensor]:
+def stored_tensors(directory: Location, index: Index) -> list[StoredTensor]:
     """The tensors of a checkpoint; reading them verifies checksums."""
     found = []
     for one in index.tensors.values():
@@ -186,19 +186,21 @@ def stored_tensors(directory: Path, index: Index) -> list[StoredTensor]:
     return found
 
 
-def read_box(directory: Path, index: Index, entry: TensorEntry, offsets: tuple[int, ...], target: torch.Tensor) -> None:
+def read_box(
+    directory: Location, index: Index, entry: TensorEntry, offsets: tuple[int, ...], target: torch.Tensor
+) -> None:
     """Fills `target` with the box of a tensor at `offsets`."""
     _run(directory, index, list(reads_of(entry, offsets, target)))
 
 
-def source_of(directory: Path, index: Index) -> Checkpoint:
+def source_of(directory: Location, index: Index) -> Checkpoint:
     """The tensors of a checkpoint directory as a source of conversions."""
     ranks = index.world_size or max(1, len(index.files.keys() - {METADATA}))
     tensors = {one.path: one for one in stored_tensors(directory, index)}
     return Checkpoint("DCP", [str(directory)], ranks, tensors, about=index)
 
 
-def checkpoint_of(directory: Path, index: Index) -> Checkpoint:
+def checkpoint_of(directory: Location, index: Index) -> Checkpoint:
     """A whole checkpoint directory as a source of conversions.
 
     Lists without tensors, which torch.distributed.checkpoint takes apart, are put together again. Raises

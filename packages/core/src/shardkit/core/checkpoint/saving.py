@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from shardkit.core.checkpoint.directory import CheckpointDirectory, OtherRuns, writing_in
+from shardkit.core.checkpoint.directory import Directory, OtherRuns
 from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError, damage_of
 from shardkit.core.checkpoint.index import (
     BLOCK_BYTES,
@@ -44,6 +44,7 @@ from shardkit.core.checkpoint.index import (
     unseal,
 )
 from shardkit.core.checkpoint.leaves import LeafPath, decode_path, encode_path, name_of
+from shardkit.core.checkpoint.location import Location, ObjectPath, names_in, remove_tree, writing_object
 from shardkit.core.checkpoint.plan import Layout, Piece, Plan
 from shardkit.core.checkpoint.stock_metadata import METADATA, stock_metadata
 from shardkit.core.checkpoint.stored import memory_of
@@ -136,7 +137,22 @@ def _note(rank: int) -> str:
     return f"part-{rank}.json"
 
 
-def write_file(path: Path, parts: Sequence[bytes | memoryview], progress: Callable[[int], object]) -> File:
+@contextmanager
+def _writing(path: Location) -> Iterator[Callable[[memoryview], int]]:
+    """Yields a function that writes some bytes of a new file, which is on disk at the end of the block."""
+    if isinstance(path, ObjectPath):
+        with writing_object(path) as write:
+            yield write
+        return
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+    try:
+        yield lambda data: os.write(descriptor, data)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_file(path: Location, parts: Sequence[bytes | memoryview], progress: Callable[[int], object]) -> File:
     """Writes parts one after the other and syncs them to disk, while a second thread hashes them.
 
     Hashing, writing and syncing leave the interpreter to other threads. Raises OSError, and what hashing raises.
@@ -152,23 +168,21 @@ def write_file(path: Path, parts: Sequence[bytes | memoryview], progress: Callab
             failed.append(error)
 
     hashing = threading.Thread(target=hash_parts, name=f"hash-{path.name}")
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
     try:
-        try:
-            hashing.start()
-        except RuntimeError:  # no room for a thread, or the interpreter ends
-            hash_parts()
-        for data in parts:
-            part = memoryview(data)
-            for at in range(0, len(part), BLOCK_BYTES):
-                block = part[at : at + BLOCK_BYTES]
-                done = 0
-                while done < len(block):
-                    done += os.write(descriptor, block[done:])
-                progress(len(block))
-        os.fsync(descriptor)
+        with _writing(path) as write:
+            try:
+                hashing.start()
+            except RuntimeError:  # no room for a thread, or the interpreter ends
+                hash_parts()
+            for data in parts:
+                part = memoryview(data)
+                for at in range(0, len(part), BLOCK_BYTES):
+                    block = part[at : at + BLOCK_BYTES]
+                    done = 0
+                    while done < len(block):
+                        done += write(block[done:])
+                    progress(len(block))
     finally:
-        os.close(descriptor)
         if hashing.ident is not None:
             hashing.join()
     if failed:
@@ -176,7 +190,9 @@ def write_file(path: Path, parts: Sequence[bytes | memoryview], progress: Callab
     return File(path.name, sums.nbytes, sums.finish())
 
 
-def write_part(directory: Path, rank: int, image: memoryview, plan: Plan, progress: Callable[[int], object]) -> None:
+def write_part(
+    directory: Location, rank: int, image: memoryview, plan: Plan, progress: Callable[[int], object]
+) -> None:
     """Writes this rank's data file and then its note into an existing directory. Raises OSError."""
     placed, end = [], len(image)
     for path, data in plan.objects:
@@ -191,12 +207,16 @@ def write_part(directory: Path, rank: int, image: memoryview, plan: Plan, progre
         "empties": [encode_path(path) for path in plan.empties],
         "order": [encode_path(path) for path in plan.order],
     }
+    if isinstance(directory, ObjectPath):
+        with writing_object(directory / _note(rank)) as write:
+            write(seal(document))
+        return
     temporary = directory / f"{_note(rank)}.tmp"
     temporary.write_bytes(seal(document))
     temporary.rename(directory / _note(rank))
 
 
-def read_part(directory: Path, rank: int) -> Part | None:
+def read_part(directory: Location, rank: int) -> Part | None:
     """A rank's note, None if it has not left one yet. Raises DamagedCheckpointError if it is damaged."""
     path = directory / _note(rank)
     if not path.exists():
@@ -225,16 +245,19 @@ class Header:
     info: dict[str, Any]
 
 
-def await_parts(directory: Path, world_size: int, gone: Callable[[], str | None]) -> list[Part]:
+def await_parts(directory: Location, world_size: int, gone: Callable[[], str | None]) -> list[Part]:
     """Every rank's note, when all exist.
 
     `gone` returns a reason to stop waiting, or None. Raises CheckpointError with that reason and the missing ranks.
     """
     parts: dict[int, Part] = {}
-    pause = _POLL_SECONDS
+    pause, longest = _POLL_SECONDS, 0.1 if isinstance(directory, Path) else 1.0  # a store takes money for each look
     while True:
+        there = names_in(directory) if isinstance(directory, ObjectPath) else None  # one request, not one a rank
         for rank in range(world_size):
-            if rank not in parts and (part := read_part(directory, rank)) is not None:
+            if rank in parts or (there is not None and _note(rank) not in there):
+                continue
+            if (part := read_part(directory, rank)) is not None:
                 parts[rank] = part
         if len(parts) == world_size:
             return [parts[rank] for rank in range(world_size)]
@@ -245,7 +268,7 @@ def await_parts(directory: Path, world_size: int, gone: Callable[[], str | None]
                 "directory must be one that all ranks share"
             )
         time.sleep(pause)
-        pause = min(0.1, pause * 1.5)
+        pause = min(longest, pause * 1.5)
 
 
 def build_index(header: Header, layouts: Sequence[tuple[int, Layout]], parts: Sequence[Part]) -> Index:
@@ -304,14 +327,22 @@ def build_index(header: Header, layouts: Sequence[tuple[int, Layout]], parts: Se
         raise CheckpointError(f"{error}; some ranks lack theirs: give every rank this state, or none") from None
 
 
-def write_index(directory: Path, index: Index, *, sealed: bool = True) -> None:
+def write_index(
+    directory: Location,
+    index: Index,
+    *,
+    sealed: bool = True,
+    before_manifest: Callable[[bytes], object] = lambda _: None,
+) -> None:
     """Writes stock's metadata, then the manifest, into a directory that has all data files; syncs both.
 
     Without a seal no manifest is written, and the directory looks like one written by torch.distributed.checkpoint.
+    `before_manifest` receives the manifest when only this is still to be written.
     """
     metadata = write_file(directory / METADATA, [stock_metadata(index, SAVE_ID if sealed else None)], lambda _: None)
     if sealed:
         manifest = pack(index, datetime.now(UTC).isoformat(timespec="microseconds"), metadata)
+        before_manifest(manifest)
         write_file(directory / MANIFEST, [manifest], lambda _: None)
 
 
@@ -330,7 +361,7 @@ class Save:
 
     def __init__(
         self,
-        directory: CheckpointDirectory,
+        directory: Directory,
         token: str,
         header: Header,
         rank: int,
@@ -393,7 +424,7 @@ class Save:
 
     def _run(self) -> None:
         try:
-            with writing_in(self._temporary):
+            with self._directory.writing_in(self._temporary):
                 write_part(self._temporary, self._rank, memory_of(self._image.memory), self._plan, self._count)
                 self._part_done.set()
                 if self._rank == 0:
@@ -417,18 +448,21 @@ class Save:
 
     def _remove(self) -> None:
         if self._rank == 0:
-            shutil.rmtree(self._temporary, ignore_errors=True)
+            remove_tree(self._temporary)
 
     def _count(self, nbytes: int) -> None:
         self._written += nbytes
 
-    def _commit(self, temporary: Path) -> None:
+    def _commit(self, temporary: Location) -> None:
         parts = await_parts(temporary, self._header.world_size, self._gone)
-        write_index(temporary, build_index(self._header, self._plan.layouts, parts))
-        for rank in range(self._header.world_size):  # the manifest contains their notes
-            (temporary / _note(rank)).unlink()
-        if self._others is not None:
-            self._others.make_way(temporary)
+
+        def clear(manifest: bytes) -> None:
+            for rank in range(self._header.world_size):  # the manifest contains their notes
+                (temporary / _note(rank)).unlink()
+            if self._others is not None:
+                self._others.make_way(manifest)
+
+        write_index(temporary, build_index(self._header, self._plan.layouts, parts), before_manifest=clear)
         self._directory.publish(temporary, self.step, self._token)
         if self._keep is not None:
             self._directory.retire(self._keep, self.step, self._token)

@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError, damage_of
 from shardkit.core.checkpoint.index import DTYPES, MANIFEST, SAVE_ID, Chunk, File, Index, ObjectEntry, TensorEntry
 from shardkit.core.checkpoint.leaves import At, LeafPath, LeftOut, name_of, stock_path
+from shardkit.core.checkpoint.location import Location, sizes_of
 from shardkit.core.checkpoint.pickled import check_pickle
 from shardkit.core.checkpoint.verified_file import read_small
 from shardkit.core.torch_compat import CheckpointStorageInfo
@@ -203,7 +204,7 @@ def unpickle_metadata(data: bytes) -> Any:
     return _MetadataUnpickler(data).load()
 
 
-def read_stock(directory: Path, left_out: LeftOut) -> Index:
+def read_stock(directory: Location, left_out: LeftOut) -> Index:
     """The index of a directory that torch.distributed.checkpoint has written; there are no checksums in it.
 
     Values in `left_out` need not exist. Raises DamagedCheckpointError if the metadata cannot be read or does not match
@@ -224,7 +225,7 @@ def read_stock(directory: Path, left_out: LeftOut) -> Index:
         return _index(directory, metadata, left_out)
 
 
-def _index(directory: Path, metadata: Metadata, left_out: LeftOut) -> Index:
+def _index(directory: Location, metadata: Metadata, left_out: LeftOut) -> Index:
     if odd := [name for name in metadata.state_dict_metadata if not isinstance(name, str)]:
         raise DamagedCheckpointError(f"{odd[0]!r} where a name should be")
     paths = {name: _leaf_path(name, metadata.planner_data) for name in metadata.state_dict_metadata}
@@ -241,11 +242,11 @@ def _index(directory: Path, metadata: Metadata, left_out: LeftOut) -> Index:
         infos.setdefault(str(where.fqn), {})[None if where.offset is None else tuple(where.offset)] = info
     names = {str(info.relative_path) for found in infos.values() for info in found.values()}
     files = {}
-    for name in names:
-        path = directory / File(name, 0, None).name  # refuses names outside the directory
-        if path.is_symlink() or not path.is_file():
+    for name, nbytes in sizes_of(directory, [File(name, 0, None).name for name in names]):  # none outside of it
+        path = directory / name
+        if nbytes is None or (isinstance(path, Path) and (path.is_symlink() or not path.is_file())):
             raise DamagedCheckpointError(f"{path} does not exist, or is not a file")
-        files[name] = File(name, path.stat().st_size, None)
+        files[name] = File(name, nbytes, None)
     tensors, objects = {}, {}
     for name, path_of in paths.items():
         described = metadata.state_dict_metadata[name]

@@ -13,7 +13,6 @@ import random
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,6 +38,7 @@ from shardkit.core.checkpoint.leaves import (
     name_of,
     unflatten,
 )
+from shardkit.core.checkpoint.location import Location
 from shardkit.core.checkpoint.reading import read_objects, read_tensors
 from shardkit.core.optimizer_steps.block_steps import target_by_block
 from shardkit.core.optimizer_steps.whole_state import NUMBERS
@@ -362,7 +362,7 @@ def _add(to: Leaves, more: Leaves) -> None:
     to.empties.extend(more.empties)
 
 
-def restore_state(directory: Path, index: Index, state: TrainingState, rank: int, world_size: int) -> None:
+def restore_state(directory: Location, index: Index, state: TrainingState, rank: int, world_size: int) -> None:
     """Fills this rank's part of a training state. Not collective.
 
     Reads and verifies the values first, then loads every part of the run. Raises CheckpointError if checkpoint and
@@ -472,7 +472,7 @@ class _Targets:
             elif str(path[2]) in names.names:  # else it belongs to a parameter on other ranks
                 self._add(path, names.target)
 
-    def read(self, directory: Path) -> dict[LeafPath, Any]:
+    def read(self, directory: Location) -> dict[LeafPath, Any]:
         """Reads everything: the filled tensors and the objects by path, in the order in which they were saved."""
         objects = read_objects(directory, self._index, self._objects)
         read_tensors(directory, self._index, self._tensors.items())

@@ -8,10 +8,11 @@ import stat
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Self
+from typing import BinaryIO, Self
 
 from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from shardkit.core.checkpoint.index import BLOCK_BYTES, File
+from shardkit.core.checkpoint.location import Location, ObjectPath, open_object
 
 _DIGEST_BYTES = 16
 _HASHING_THREADS = 2
@@ -57,11 +58,16 @@ class BlockSums:
         return tuple(self._sums)
 
 
-def open_inside(directory: Path, name: str) -> int:
-    """A descriptor of a regular file directly inside `directory`; links are not followed. Raises DamagedCheckpointError
-    if it is missing or not a regular file, CheckpointError if it cannot be opened.
+def open_inside(directory: Location, name: str) -> BinaryIO:
+    """Opens a regular file directly inside `directory`; links are not followed. Raises DamagedCheckpointError if it is
+    missing or not a regular file, CheckpointError if it cannot be opened.
     """
     path = directory / name
+    if isinstance(path, ObjectPath):
+        try:
+            return open_object(path)
+        except FileNotFoundError as error:
+            raise DamagedCheckpointError(f"{path} is missing") from error
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError as error:
@@ -73,12 +79,12 @@ def open_inside(directory: Path, name: str) -> int:
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise DamagedCheckpointError(f"{path} is not a regular file")
-    return descriptor
+    return os.fdopen(descriptor, "rb")
 
 
-def read_small(directory: Path, name: str) -> bytes:
+def read_small(directory: Location, name: str) -> bytes:
     """All bytes of a file; raises as `open_inside`."""
-    with os.fdopen(open_inside(directory, name), "rb") as file:
+    with open_inside(directory, name) as file:
         return file.read()
 
 
@@ -88,13 +94,13 @@ class VerifiedFile:
     and reason: wrong size, wrong checksum, missing.
     """
 
-    def __init__(self, directory: Path, file: File, beside: Executor) -> None:
+    def __init__(self, directory: Location, file: File, beside: Executor) -> None:
         self._file, self.path, self._beside = file, directory / file.name, beside
-        self.descriptor = open_inside(directory, file.name)
+        self.opened = open_inside(directory, file.name)
         self._at, self._block = -1, bytearray(BLOCK_BYTES)
-        seen = os.fstat(self.descriptor).st_size
+        seen = self.opened.seek(0, os.SEEK_END)
         if seen != file.nbytes:
-            os.close(self.descriptor)
+            self.opened.close()
             raise DamagedCheckpointError(
                 f"{self.path} has {seen} bytes, {file.nbytes} were written: it is truncated or another file"
             )
@@ -156,23 +162,32 @@ class VerifiedFile:
         seen = 0
         while seen < len(block):
             try:
-                count = os.preadv(self.descriptor, [block[seen:]], start + seen)
+                count = self._read_some(start + seen, block[seen:])
             except OSError as error:  # for example, the disk fails
-                raise DamagedCheckpointError(
-                    f"{self.path} cannot be read from byte {start + seen} on: {error.strerror}"
-                ) from error
+                what = f"{self.path} cannot be read from byte {start + seen} on: {error.strerror or error}"
+                if isinstance(self.path, ObjectPath):  # the object need not be damaged
+                    raise CheckpointError(f"{what}; check the connection to the store, and start again") from error
+                raise DamagedCheckpointError(what) from error
             if count == 0:
                 raise DamagedCheckpointError(f"{self.path} ends at byte {start + seen}: it was truncated")
             seen += count
+
+    def _read_some(self, start: int, block: memoryview) -> int:
+        if isinstance(self.path, Path):
+            return os.preadv(self.opened.fileno(), [block], start)
+        self.opened.seek(start)
+        data = self.opened.read(len(block))
+        block[: len(data)] = data
+        return len(data)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.close(self.descriptor)
+        self.opened.close()
 
 
-def verify(directory: Path, file: File, progress: Callable[[int], object] = lambda _: None) -> None:
+def verify(directory: Location, file: File, progress: Callable[[int], object] = lambda _: None) -> None:
     """Reads a whole file and reports the bytes read; raises as `VerifiedFile`."""
     block = bytearray(_VERIFIED_AT_ONCE)
     with hashing_threads() as beside, VerifiedFile(directory, file, beside) as opened:

@@ -1,0 +1,207 @@
+"""Checkpoints in object stores: fsspec's of memory and of the local disk, and moto's S3 where it is installed."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+
+from shardkit.core.checkpoint import CheckpointError, CheckpointManager, DamagedCheckpointError, TrainingState, saving
+from shardkit.core.checkpoint.command import main
+from tests.core.checkpoint.trainee import ElasticLoader, Trainee, differences
+from tests.support import run_ranks
+
+STORES = {"memory": "memory://", "local": "local://", "s3": "s3://"}
+
+
+@pytest.fixture(scope="session")
+def s3() -> Iterator[dict[str, str]]:
+    """A server of S3 on this host, and the settings by which s3fs finds it."""
+    for package in ("moto", "s3fs", "flask"):
+        pytest.importorskip(package)
+    code = (
+        "import time; from moto.server import ThreadedMotoServer as Server; "
+        "server = Server('127.0.0.1', 0, verbose=False); server.start(); "
+        "print(server.get_host_and_port()[1], flush=True); time.sleep(3600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        url = f"http://127.0.0.1:{int(server.stdout.readline())}"
+        settings = {"AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing", "AWS_ENDPOINT_URL": url}
+        before = dict(os.environ)
+        os.environ.update(settings)
+        urllib.request.urlopen(urllib.request.Request(f"{url}/bucket", method="PUT")).close()
+        yield settings
+        os.environ.clear()
+        os.environ.update(before)
+        server.kill()
+
+
+@pytest.fixture(params=STORES)
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A place of its own in each store."""
+    if request.param == "s3":
+        request.getfixturevalue("s3")
+        return f"s3://bucket/{tmp_path.name}-{time.monotonic_ns()}"
+    return f"{STORES[request.param]}{tmp_path / 'run'}"
+
+
+def objects(url: str) -> list[str]:
+    """Names of all objects below, without the tokens of saves."""
+    store, key = fsspec.core.url_to_fs(url, use_listings_cache=False)
+    found = [one.removeprefix(key).lstrip("/").split("/") for one in store.find(key)]
+    return sorted("/".join([place.split(".")[0], *rest]) for place, *rest in found)
+
+
+FILES = (".metadata", "__0_0.distcp", "manifest.json")
+
+
+def complete(*steps: int) -> list[str]:
+    return [f"step-{step:06d}/{name}" for step in steps for name in FILES]
+
+
+def trained(seed: int, steps: int) -> TrainingState:
+    torch.manual_seed(seed)
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(steps):
+        model(torch.randn(4, 3)).sum().backward()
+        optimizer.step()
+    return TrainingState(model, optimizer)
+
+
+def values(state: TrainingState) -> dict[str, Any]:
+    return {"model": dict(state.model.state_dict()), "optimizer": state.optimizers[0].state_dict()}
+
+
+def test_saves_are_kept_replaced_restored_and_verified(url: str, capsys: pytest.CaptureFixture[str]):
+    other = trained(2, 1)
+    with CheckpointManager(url, keep=2) as manager:
+        assert manager.restore(other) is None
+        for step in (1, 2, 3, 3):
+            state = trained(1, step)
+            manager.save(step, state, info={"note": 7})
+        expected, draws = values(state), torch.rand(2)
+    assert objects(url) == complete(2, 3)
+    restored = CheckpointManager(url).restore(other)
+    assert restored is not None and (restored.step, restored.info) == (3, {"note": 7})
+    assert differences(values(other), expected) == []
+    assert torch.equal(torch.rand(2), draws)
+    assert main(["verify", url, "--no-progress"]) == 0
+    assert "2 files verified" in capsys.readouterr().out
+    with pytest.raises(CheckpointError, match=r"has no checkpoint of step 1, only of \[2, 3\]"):
+        CheckpointManager(url).restore(other, step=1)
+
+
+def test_what_is_incomplete_is_no_checkpoint_and_goes_when_this_run_has_saved(url: str):
+    """A job that only reads must not delete what a run may be writing."""
+    state = TrainingState(torch.nn.Linear(3, 2))
+    store, key = fsspec.core.url_to_fs(url)
+    manager = CheckpointManager(url)
+    manager.save(1, state, blocking=True)
+    store.makedirs(f"{key}/step-000002.ab", exist_ok=True)
+    store.pipe(f"{key}/step-000002.ab/__0_0.distcp", b"half")
+    reader = CheckpointManager(url)
+    assert [one.step for one in reader.checkpoints()] == [1]
+    assert objects(url) == [*complete(1), "step-000002/__0_0.distcp"]
+    reader.save(3, state, blocking=True)
+    assert objects(url) == complete(1, 3)
+    with pytest.raises(CheckpointError, match="gained step-000003"):
+        manager.save(4, state, blocking=True)
+    assert objects(url) == complete(1, 3)
+
+
+def test_a_damaged_one_is_set_aside(url: str):
+    state = TrainingState(torch.nn.Linear(3, 2))
+    manager = CheckpointManager(url)
+    for step in (1, 2):
+        manager.save(step, state, blocking=True)
+    store, key = fsspec.core.url_to_fs(str(manager.checkpoints()[1].path))
+    data = bytearray(store.cat(f"{key}/__0_0.distcp"))
+    data[len(data) // 2] ^= 4
+    store.pipe(f"{key}/__0_0.distcp", bytes(data))
+    with pytest.raises(DamagedCheckpointError, match="do not have the checksum"):
+        CheckpointManager(url).restore(state)
+    restored = CheckpointManager(url, keep=1).restore(state, fallback=True)
+    assert restored is not None and restored.step == 1
+    CheckpointManager(url, keep=1).save(3, state, blocking=True)
+    damaged = [f"step-000002/{name}" for name in (*FILES[:2], "manifest.json.damaged")]
+    assert objects(url) == [*damaged, *complete(3)]
+
+
+def saved(rank: int, world_size: int, url: str, settings: dict[str, str]) -> Any:
+    os.environ.update(settings)
+    trainee = Trainee((world_size,), seed=1, loader_kind=ElasticLoader)
+    trainee.train(2)
+    with CheckpointManager(url) as manager:
+        manager.save(2, trainee.state)
+    return trainee.full()
+
+
+def failed(rank: int, world_size: int, url: str, settings: dict[str, str]) -> str:
+    """A save in which rank 1 cannot write its data; then one that succeeds."""
+    os.environ.update(settings)
+    manager, state = CheckpointManager(url), TrainingState(torch.nn.Linear(3, 2))
+    write_part = saving.write_part
+
+    def failing(*arguments: Any) -> None:
+        raise OSError("the store is gone")
+
+    saving.write_part = failing if rank else write_part
+    try:
+        with pytest.raises(CheckpointError, match="the store is gone"):
+            manager.save(3, state, blocking=True)
+    finally:
+        saving.write_part = write_part
+    left = objects(url) if rank == 0 else []
+    manager.save(3, state, blocking=True)
+    return " ".join(left)
+
+
+def restored(rank: int, world_size: int, url: str, settings: dict[str, str]) -> Any:
+    os.environ.update(settings)
+    trainee = Trainee((world_size,), seed=2, loader_kind=ElasticLoader)
+    assert CheckpointManager(url).restore(trainee.state, step=2) is not None
+    return trainee.full()
+
+
+@pytest.mark.parametrize("store", ["local", "s3"])
+def test_ranks_save_together_and_others_restore(store: str, tmp_path: Path, request: pytest.FixtureRequest):
+    settings = request.getfixturevalue("s3") if store == "s3" else {}
+    url = f"local://{tmp_path}" if store == "local" else f"s3://bucket/{time.monotonic_ns()}"
+    expected = run_ranks(2, saved, url, settings)[0]
+    left, _ = run_ranks(2, failed, url, settings)
+    both = sorted([*complete(2), "step-000002/__1_0.distcp"])
+    assert left.split() == both
+    assert objects(url) == both + [one.replace("000002", "000003") for one in both]
+    for seen in run_ranks(3, restored, url, settings):
+        assert differences(seen, expected) == []
+
+
+def test_a_file_url_is_a_directory(tmp_path: Path):
+    CheckpointManager(f"file://{tmp_path}").save(1, TrainingState(torch.nn.Linear(3, 2)), blocking=True)
+    assert [one.name for one in tmp_path.iterdir()] == ["step-000001"]
+
+
+@pytest.mark.parametrize(
+    ("url", "text"),
+    [
+        pytest.param(
+            "gs://bucket/run",
+            "gs://bucket/run: .*gcsfs.*; install the package of fsspec for gs://",
+            marks=pytest.mark.skipif(importlib.util.find_spec("gcsfs") is not None, reason="gcsfs is installed"),
+        ),
+        ("nothing://bucket", "nothing://bucket: Protocol not known: nothing; give a directory or the URL of an object"),
+    ],
+)
+def test_a_store_that_cannot_be_opened(url: str, text: str):
+    with pytest.raises(CheckpointError, match=text):
+        CheckpointManager(url)
