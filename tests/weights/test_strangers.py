@@ -173,3 +173,11 @@ def test_a_port_that_is_taken_is_named():
         address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(OSError, match=r"cannot listen at 127.0.0.1:.*choose a free port"):
             WeightSender({}, address, rank=0, world_size=1)
+
+
+def test_a_name_that_others_do_not_reach_is_a_warning(monkeypatch):
+    """As Debian has a host's own name in /etc/hosts."""
+    real = socket.getaddrinfo
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *rest, **more: real("127.0.1.1", *rest, **more))
+    with pytest.warns(UserWarning, match=r"trainer0 is 127\.0\.1\.1 on this host"):
+        listen("trainer0", 0).close()

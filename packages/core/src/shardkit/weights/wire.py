@@ -25,6 +25,7 @@ import socket
 import stat
 import tempfile
 import threading
+import warnings
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
 from pathlib import Path
@@ -62,9 +63,8 @@ def secret_for(host: str) -> bytes:
     """
     if text := os.environ.get(_SECRET_VARIABLE):
         return text.encode()
-    with contextlib.suppress(ValueError):
-        if host == "localhost" or ipaddress.ip_address(host).is_loopback:
-            return _secret_of_user()
+    if _is_local(host):
+        return _secret_of_user()
     raise ValueError(
         f"senders and receivers on several hosts need a secret, so that strangers cannot send weights to {host}; set "
         f"{_SECRET_VARIABLE} to the same random text, such as that of `openssl rand -hex 16`, for all of them"
@@ -215,8 +215,21 @@ def listen(host: str, port: int) -> socket.socket:
         sock.listen(4096)
     except OSError as error:
         raise OSError(f"cannot listen at {host}:{port}; choose a free port of this host: {error}") from error
+    if ipaddress.ip_address(address[0]).is_loopback and not _is_local(host):
+        warnings.warn(
+            f"{host} is {address[0]} on this host, where processes of other hosts do not reach it; if there are any, "
+            "give its address in the network in place of its name",
+            stacklevel=3,
+        )
     sock.setblocking(False)
     return sock
+
+
+def _is_local(host: str) -> bool:
+    """Whether a host is this one for everybody."""
+    with contextlib.suppress(ValueError):
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    return False
 
 
 async def serve(listener: socket.socket, secret: bytes, peer: Callable[[Connection], Awaitable[None]]) -> None:
