@@ -26,10 +26,10 @@ from torch.multiprocessing.spawn import spawn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.measured_costs import MeasuredCosts
 from shardkit.tools import Policies, estimate_job
 from shardkit.tools.calibration import calibrate
 from shardkit.tools.estimating.hf import job_from_config
-from shardkit.tools.estimating.measured_costs import MeasuredCosts
 from shardkit.tools.machine import load_machine
 from tests.tools import jobs
 from tests.tools.measured import run_job

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.measured_costs import MeasuredCosts
 from shardkit.tools import estimate_job
 from shardkit.tools.calibration import calibrate
-from shardkit.tools.estimating.measured_costs import MeasuredCosts
 from shardkit.tools.estimating.trace import Ran
 from shardkit.tools.machine import Machine, load_machine
 from tests.tools.jobs import JOBS

@@ -19,6 +19,7 @@ from shardkit.tools.estimating.simulation import simulate
 from shardkit.tools.machine import Efficiency, Link, Machine, preset
 from shardkit.tools.planning import search
 from shardkit.tools.planning.code import code_of
+from shardkit.tools.planning.configurations import accelerate_of, torchtitan_of
 from shardkit.tools.planning.search import (
     Candidate,
     NothingFits,
@@ -98,8 +99,7 @@ def test_a_limit_forces_a_choice(ample: list[Proposal]):
 
 
 def test_the_margin_stays_free(ample: list[Proposal]):
-    unbudgeted = [one for one in ample if one.candidate.policies.prefetch_budget is None]
-    limit = max(one.estimate.reserved_bytes for one in unbudgeted)  # the largest fits exactly
+    limit = max(one.estimate.reserved_bytes for one in ample)  # the largest fits exactly
     for margin in (0.0, 0.1):
         found = propose(JOB, 2, MACHINE, limit, most_micro_batch=2, count=100, margin=margin)
         most = max(one.estimate.reserved_bytes for one in found)
@@ -136,26 +136,64 @@ def follow(rank: int, world_size: int, code: str, micro_batch: int, name: str = 
     return meter.peak
 
 
-def test_a_budget_of_what_the_limit_leaves_is_proposed_and_can_be_followed(ample: list[Proposal]):
-    budgeted = [proposal for proposal in ample if proposal.candidate.policies.prefetch_budget is not None]
-    assert budgeted
-    assert any(reason.startswith("prefetching within") for reason in budgeted[0].reasons)
-    code = code_of(budgeted[0])
-    assert f"model.set_prefetch_budget({budgeted[0].candidate.policies.prefetch_budget})" in code
-    measured = run_ranks(2, follow, code, budgeted[0].candidate.micro_batch)
-    assert measured[0] == pytest.approx(budgeted[0].estimate.peak.bytes, rel=0.01)
+def test_selective_recomputation_lies_between_and_its_code_can_be_followed(ample: list[Proposal]):
+    reserved: dict[Any, int] = {}
+    for one in ample:
+        if one.candidate.micro_batch == 2 and not one.candidate.apart and one.candidate.policies.prefetch_depth == 1:
+            reserved.setdefault(one.candidate.policies.checkpoint, one.nbytes)
+    assert reserved[True] < reserved["selective"] < reserved[False]
+    selective = next(one for one in ample if one.candidate.policies.checkpoint == "selective")
+    assert "recompute selectively" in selective.candidate.describe()
+    measured = run_ranks(2, follow, code_of(selective), selective.candidate.micro_batch)
+    assert measured[0] == pytest.approx(selective.estimate.peak.bytes, rel=0.01)
 
 
-def test_of_budgets_that_hold_the_whole_model_one_is_proposed():
-    job = TrainingJob(partial(LlamaShaped, 32, 256, 640, 4, 4, 2), few_tokens)
-    found = [one.candidate for one in propose(job, 2, MACHINE, MACHINE.memory, most_micro_batch=2, count=100)]
-    budgeted = [one.changed(prefetch_budget=None) for one in found if one.policies.prefetch_budget is not None]
-    assert budgeted and len(budgeted) == len(set(budgeted))
+def test_a_global_batch_is_made_of_micro_batches():
+    def search_with(**given: Any) -> list[Proposal]:
+        return propose(JOB, 2, MACHINE, MACHINE.memory, micro_batch=1, most_micro_batch=4, count=100, **given)
+
+    found = search_with(global_batch=16)
+    assert {(one.candidate.micro_batch, one.accumulate) for one in found} == {(1, 8), (2, 4), (4, 2)}
+    for one in found:
+        line = one.estimate.timeline
+        assert one.step_seconds == pytest.approx(one.accumulate * (line.step - line.optimizer) + line.optimizer)
+        assert one.sample_seconds == pytest.approx(one.step_seconds / 16)
+        assert one.nbytes - one.estimate.reserved_bytes == one.estimate.recording.sizes.own_weights > 0
+        assert one.rate == pytest.approx(8 * 32 / one.step_seconds)
+    assert f"{found[0].accumulate} for each step" in code_of(found[0])
+    assert any("micro-batches for each step of the optimizer" in reason for reason in found[0].reasons)
+    alone = search_with(global_batch=8)
+    assert [one.nbytes for one in alone if one.accumulate == 1] == [
+        one.estimate.reserved_bytes for one in alone if one.accumulate == 1
+    ]
+    with pytest.raises(EstimateError, match="a global batch of 3 cannot be made of micro-batches of 2 in all"):
+        search_with(global_batch=3)
 
 
-def test_budgets_of_nothing_are_not_tried():
-    told: list[str] = []
-    assert propose(JOB, 2, MACHINE, 600_000, most_micro_batch=2, tell=told.append) and not told
+def test_proposals_differ_by_more_than_the_error(ample: list[Proposal]):
+    apart = propose(JOB, 2, MACHINE, MACHINE.memory, most_micro_batch=2, count=100, error=0.05)
+    assert apart[0].candidate == ample[0].candidate and len(apart) < len(ample)
+    for number, one in enumerate(apart):
+        for other in apart[:number]:
+            slower, smaller = one.sample_seconds > 1.05 * other.sample_seconds, one.nbytes < 0.95 * other.nbytes
+            assert slower or smaller
+
+
+def test_model_flops_do_not_count_what_is_recomputed(ample: list[Proposal]):
+    """MFU: three times the products of forward, over the peak."""
+    for one in ample:
+        rows = one.candidate.micro_batch * 32
+        products = 2 * rows * (2 * 2 * 32 * 128 + 32 * 200)
+        assert one.mfu == pytest.approx(3 * products / 1e10 / one.step_seconds)
+
+
+def test_configurations_of_trainers_say_what_they_leave_out(ample: list[Proposal]):
+    selective = next(one for one in ample if one.candidate.policies.checkpoint == "selective")
+    text = accelerate_of(selective)
+    assert "  fsdp_transformer_layer_cls_to_wrap: Sequential" in text and "\nnum_processes: 2\n" in text
+    assert "# The estimate also has selective recomputation" in text
+    text = torchtitan_of(ample[0])
+    assert "--parallelism.data_parallel_shard_degree 2\n" in text and "--training.local_batch_size 2\n" in text
 
 
 LLAMA = TrainingJob(
@@ -181,6 +219,7 @@ def test_tensor_parallelism_is_proposed_where_there_is_a_plan_for_it(cut: list[P
     assert cut and cut[0].candidate.axes == (("dp_shard", 1), ("tp", 2))
     # Both ranks work on the same sample.
     assert cut[0].sample_seconds == pytest.approx(cut[0].estimate.timeline.step)
+    assert cut[0].rate == pytest.approx(few_tokens().shape[1] / cut[0].estimate.timeline.step / 2)
     assert any(reason.startswith("tensor parallelism") for reason in cut[0].reasons)
     assert any(row.collective == "all-reduce" for row in cut[0].estimate.traffic)
 
@@ -304,7 +343,7 @@ def test_code_names_the_blocks_that_were_estimated(nested: bool):
     model = make_stack(nested)
     pasted["fully_shard"] = lambda module, **_: made.append(module)
     pasted["init_device_mesh"] = lambda *_, **__: None
-    model.set_prefetch_depth = model.set_prefetch_budget = lambda _: None
+    model.set_prefetch_depth = lambda _: None
     pasted["shard"](model)
     assert made == [*(model.get_submodule(name) for name in best.blocks), model]
 

@@ -49,7 +49,7 @@ ROWS = {
     _PLAN: [["dp_replicate 2 x dp_shard 8, micro-batch 16, prefetch 1, keep, recompute  2.0 GiB", "ms", "us"]],
     "report report.json": [
         [LONG, "all-gather, forward", "10.0 ms", "GB/s"],
-        ["profiler_overhead", "what recording cost, as a share of the recorded time"],
+        ["profiler_overhead", "the time that recording took, as a share of the recorded time"],
         ["memory at the peak: rank 0, in forward of", LONG],
     ],
     "report report.json --estimate estimate.json": [["at the peak: sharded_parameters", " B", "MiB", "%"]],

@@ -65,18 +65,3 @@ def test_errors_and_what_cannot_be_sent_back_come_from_this_process():
         assert workers.estimate("fine").to_json() == expected
         assert workers.estimate("dies").to_json() == expected
         assert workers.estimate("fine").to_json() == expected  # with no process left
-
-
-@pytest.mark.usefixtures("_two_cores")
-def test_nothing_runs_beside_what_is_measured():
-    made = []
-
-    def make(size: int) -> Estimate:
-        made.append(os.getpid())
-        return estimate_job(_job(), size)
-
-    with Workers(make, alone=True) as workers:
-        workers.begin([2, 4])
-        assert not made
-        workers.estimate(2)
-    assert made == [os.getpid()]

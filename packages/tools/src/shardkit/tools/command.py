@@ -169,7 +169,7 @@ _JOB_OPTIONS = [
     click.Option(["--batch"], type=_COUNT, help="sequences of a micro-batch of token ids (default 1)"),
     click.Option(["--sequence"], type=_COUNT, help="tokens of a sequence (default 2048)"),
     click.Option(["--optimizer"], default="adamw", help="adamw, adam, sgd, momentum, muon or pkg.module:name"),
-    click.Option(["--machine"], default="h100", help="a preset, this (is measured), or a file.json (default h100)"),
+    click.Option(["--machine"], default="h100", help="a preset (default h100), a file.json, or this (measures it)"),
     click.Option(["--expandable-segments"], is_flag=True, help="as PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"),
     click.Option(["--wrap"], help="FQNs or class names to shard by themselves (default: repeated blocks)"),
     click.Option(
@@ -193,6 +193,7 @@ _JOB_OPTIONS = [
     click.Option(["--prefetch"], type=click.IntRange(min=0), help="groups gathered ahead (default 1)"),
     click.Option(["--tp-plan"], metavar="NAME", help="pkg.module:name of a function that cuts a model over a mesh"),
     click.Option(["--checkpoint"], is_flag=True, default=None, help="recompute activations of wrapped modules"),
+    click.Option(["--selective"], is_flag=True, help="recompute all but matrix products and attention"),
     click.Option(["--offload"], is_flag=True, default=None, help="keep shards and optimizer state in host memory"),
     click.Option(["--accumulate"], type=_COUNT, help="micro-batches of an iteration (default 1)"),
 ]
@@ -217,6 +218,7 @@ _EXCLUSIVE = (
     ("inputs", "batch"),
     ("inputs", "sequence"),
     ("prefetch", "prefetch_budget"),
+    ("accumulate", "global_batch"),
 )
 
 
@@ -234,9 +236,9 @@ def _checked(options: dict[str, Any]) -> SimpleNamespace:
 @tree.command(
     params=[*_JOB_OPTIONS, *_CHOSEN_OPTIONS], short_help="Predicts memory, communication and time of a training job."
 )
-@click.option("--rank", type=click.IntRange(min=0), default=0, help="as which rank to run (default 0)")
-@click.option("--sweep", multiple=True, metavar="SETTING[=VALUES]", help="estimate variations of: world-size, "
-              "reshard, dtype, prefetch, micro-batch, each with values or without; several make a grid")  # fmt: skip
+@click.option("--rank", type=click.IntRange(min=0), default=0, help="the rank to estimate (default 0)")
+@click.option("--sweep", multiple=True, metavar="SETTING[=VALUES]", help="estimate several values of "
+              "world-size, reshard, dtype, prefetch or micro-batch; two make a grid")  # fmt: skip
 @click.option("--json", type=_FILE, help="writes the estimate, or those of the sweep, to this file")
 @click.option("--show-machine", metavar="NAME", help="prints a machine's description and ends")
 def estimate(**options: Any) -> int:
@@ -254,17 +256,20 @@ def estimate(**options: Any) -> int:
 @click.option("--world-size", type=_COUNT, default=8, help="ranks (default 8)")
 @click.option("--memory", type=_BYTES, help="limit for each rank, such as 80GiB (default: the machine's memory)")
 @click.option("--micro-batch", type=_COUNT, help="samples of the smallest micro-batch (default: the job's own)")
-@click.option("--most-micro-batch", type=_COUNT, help="and of the largest (default: eight times the smallest)")
+@click.option("--most-micro-batch", type=_COUNT, help="samples of the largest one (default: 8 times the smallest)")
+@click.option("--global-batch", type=_COUNT, help="samples of all ranks in an iteration (default: a micro-batch each)")
 @click.option("--margin", type=click.FloatRange(0, 100, max_open=True), default=6.0,
               help="per cent of the limit to keep free, because estimates err (default 6)")  # fmt: skip
 @click.option("--count", type=_COUNT, default=5, help="how many proposals (default 5)")
-@click.option("--write", type=_FILE, help="writes the best proposal's code to this file")
+@click.option("--format", type=click.Choice(["code", "accelerate", "torchtitan"]), default="code",
+              help="the first proposal as Python, a file of accelerate, or options of torchtitan")  # fmt: skip
+@click.option("--write", type=_FILE, help="writes the first proposal in this format to this file")
 @click.option("--json", type=_FILE, help="writes all proposals to this file")
 def plan(**options: Any) -> int:
-    """Ways to shard a model that fit a memory limit, fastest first, as code to paste.
+    """Ways to shard a model that fit a memory limit, fastest first; the first as code or as a configuration.
 
     Tries meshes, wrappings, reshard policies, recomputation, micro-batches, prefetching and tensor parallelism;
-    estimates each; and proposes those that stay below the limit.
+    estimates each; and proposes those that stay below the limit and differ by more than an estimate may err.
     """
     from shardkit.tools.planning.command import run
 
@@ -304,9 +309,9 @@ def profile(**options: Any) -> int:
 @tree.command(short_help="Shows a report of a profile, compares two, checks limits.")
 @click.argument("reports", metavar="REPORT [REPORT]", nargs=-1, required=True, type=_FILE)
 @click.option("--html", type=_FILE, help="write the (last) report as one HTML page")
-@click.option("--trace", type=_FILE, help="write it as a trace for ui.perfetto.dev")
+@click.option("--trace", type=_FILE, help="write the (last) report as a trace for ui.perfetto.dev")
 @click.option("--estimate", type=_FILE, help="a result of `shardkit estimate --json` to stand beside it")
-@click.option("--json", type=_FILE, help="write it as JSON again, with the estimate in it")
+@click.option("--json", type=_FILE, help="write the report again as JSON, with the estimate in it")
 @click.option("--fail-on", multiple=True, metavar="LIMIT", help="exit with 1 if it is broken, such as peak_memory>+5%, "
               "step_time>2s")  # fmt: skip
 def report(**options: Any) -> int:
@@ -318,11 +323,11 @@ def report(**options: Any) -> int:
     return run(_checked(options))
 
 
-@tree.command(short_help="Says what a run loses time and memory by.")
+@tree.command(short_help="Finds what costs a run time and memory.")
 @click.argument("report", type=_FILE)
 @click.option("--json", type=_FILE, help="also write the findings as JSON")
 def doctor(**options: Any) -> int:
-    """Says what a run loses time and memory by, and what to change."""
+    """Finds what costs a run time and memory, and says what to change."""
     from shardkit.tools.doctor import run
 
     return run(_checked(options))

@@ -189,17 +189,6 @@ def uneven_owners(facts: Facts) -> Iterator[Seen]:
     )
 
 
-def slow_optimizer(facts: Facts) -> Iterator[Seen]:
-    cost = max(statistics.fmean(step.optimizer for step in rank.steps) for rank in facts.report.ranks)
-    yield Seen(
-        cost,
-        f"the optimizer's steps take {show(cost, 'seconds')}",
-        "fused=True, and shardkit.core.optimizer_step_on_shards(optimizer) if it is element-wise (as Adam is) and does "
-        "not step on shards yet",
-        "a larger batch, which needs fewer steps",
-    )
-
-
 # -- communication -----------------------------------------------------------------------------------------------------
 
 
@@ -345,7 +334,6 @@ _RULES: tuple[tuple[str, Literal["seconds", "bytes"], float, Callable[[Facts], I
     ("ranks-in-turn", "seconds", 0.01, ranks_in_turn),
     ("uneven-shards", "bytes", 0.01, uneven_shards),
     ("uneven-owners", "seconds", 0.01, uneven_owners),
-    ("optimizer", "seconds", 0.2, slow_optimizer),
     ("launch", "seconds", 0.05, host_bound),
     ("small-group", "seconds", _LEAST_OF_STEP, small_groups),
     ("gathered-often", "seconds", _LEAST_OF_STEP, gathered_too_often),

@@ -6,7 +6,6 @@ import inspect
 import itertools
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +27,6 @@ from shardkit.tools.estimating.job import (
 )
 from shardkit.tools.estimating.result import Estimate, estimate_job
 from shardkit.tools.estimating.tables import Point, print_estimate, print_sweep
-from shardkit.tools.estimating.timeline import OperatorCosts
 from shardkit.tools.estimating.workers import Workers
 from shardkit.tools.files import InputError, check_targets, json_text, write_text
 from shardkit.tools.machine import Machine, load_machine, preset
@@ -70,17 +68,16 @@ def run(options: SimpleNamespace) -> int:
         chosen = replace(job, policies=_changed(job.policies, settings))
         if "micro-batch" in settings:
             chosen = with_micro_batch(chosen, _count_of("micro-batch", settings["micro-batch"], 1))
-        return estimate_job(chosen, axes, machine, rank=options.rank, costs=costs)
+        return estimate_job(chosen, axes, machine, rank=options.rank)
 
-    with costs_for(options.machine, machine) as costs:
-        if values:
-            points = _sweep(values, Workers(estimated, alone=costs is not None))
-            print_sweep(points, terminal())
-            found: Any = [{"settings": p.settings, "estimate": p.estimate and p.estimate.to_json()} for p in points]
-        else:
-            one = estimated(())
-            print_estimate(one, terminal())
-            found = one.to_json()
+    if values:
+        points = _sweep(values, Workers(estimated))
+        print_sweep(points, terminal())
+        found: Any = [{"settings": p.settings, "estimate": p.estimate and p.estimate.to_json()} for p in points]
+    else:
+        one = estimated(())
+        print_estimate(one, terminal())
+        found = one.to_json()
     if options.json is not None:
         write_text(options.json, json_text(found, indent=2))
     return int(bool(values) and all(point.estimate is None for point in points))
@@ -196,6 +193,8 @@ def _policies(options: SimpleNamespace) -> Policies | None:
     names = ("checkpoint", "offload", "accumulate", "prefetch_budget")
     told: dict[str, Any] = {name: getattr(options, name, None) for name in names}  # a plan has fewer options
     told["prefetch_depth"] = options.prefetch
+    if options.selective:
+        told["checkpoint"] = "selective"
     told = {name: value for name, value in told.items() if value is not None}
     if options.placements is not None:
         told["placements"] = _placements(options)
@@ -252,15 +251,6 @@ def machine_named(name: str) -> Machine:
         terminal(stderr=True).print("measuring this machine; other programs would make it look slower")
         return calibrate()
     return load_machine(Path(name)) if name.endswith(".json") else preset(name)
-
-
-def costs_for(name: str, machine: Machine) -> AbstractContextManager[OperatorCosts | None]:
-    """Operator times: on the CPU of "this" machine measured by running them, else None, for its description."""
-    if name != "this" or machine.device != "cpu":
-        return nullcontext()
-    from shardkit.tools.estimating.measured_costs import MeasuredCosts
-
-    return MeasuredCosts(machine)
 
 
 def mesh_of(text: str) -> dict[str, int]:

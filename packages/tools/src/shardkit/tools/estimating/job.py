@@ -8,14 +8,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from shardkit.core import (
     CPUOffloadPolicy,
@@ -140,7 +140,8 @@ class Policies:
         reduce_dtype: dtype of gradient reduction; None as in `MixedPrecisionPolicy`.
         prefetch_depth: number of groups gathered ahead.
         prefetch_budget: bytes that may be unsharded at a time, instead of a depth; None for a depth.
-        checkpoint: whether the wrapped modules recompute their activations in backward.
+        checkpoint: whether the wrapped modules recompute their activations in backward; "selective" keeps the results
+            of matrix products and attention.
         offload: whether shards, gradients and optimizer state live in host memory.
         accumulate: number of micro-batches per iteration.
         placements: called with the model, returns its `shard_placement_fn`; None for `Shard(0)` everywhere.
@@ -152,7 +153,7 @@ class Policies:
     reduce_dtype: torch.dtype | None = None
     prefetch_depth: int = DEFAULT_PREFETCH_DEPTH
     prefetch_budget: int | None = None
-    checkpoint: bool = False
+    checkpoint: bool | Literal["selective"] = False
     offload: bool = False
     accumulate: int = 1
     placements: Callable[[nn.Module], Callable[[nn.Parameter], Any]] | None = None
@@ -206,7 +207,7 @@ def apply_policies(model: nn.Module, policies: Policies, mesh: DeviceMesh) -> No
         given["shard_placement_fn"] = policies.placements(model)
     for _, block in blocks_of(model, policies.wrap):
         if policies.checkpoint:
-            _recompute(block)
+            _recompute(block, policies.checkpoint)
         fully_shard(block, reshard_after_forward=policies.reshard_after_forward, **given)
     fully_shard(model, **given)
     assert isinstance(model, FSDPModule)
@@ -216,9 +217,16 @@ def apply_policies(model: nn.Module, policies: Policies, mesh: DeviceMesh) -> No
         model.set_prefetch_budget(policies.prefetch_budget)
 
 
-def _recompute(block: nn.Module) -> None:
+_ATTENTION = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
+KEPT = ("mm", "addmm", *(f"_scaled_dot_product_{name}" for name in _ATTENTION))
+"""Operators whose results selective recomputation keeps."""
+
+
+def _recompute(block: nn.Module, how: bool | str) -> None:
     forward = block.forward
-    block.forward = lambda *args, **kwargs: checkpoint(forward, *args, use_reentrant=False, **kwargs)
+    kept = [getattr(torch.ops.aten, name).default for name in KEPT]
+    contexts: Any = {"context_fn": partial(create_selective_checkpoint_contexts, kept)} if how == "selective" else {}
+    block.forward = lambda *args, **kwargs: checkpoint(forward, *args, use_reentrant=False, **contexts, **kwargs)
 
 
 # -- jobs --------------------------------------------------------------------------------------------------------------
@@ -368,10 +376,20 @@ def micro_batch_of(job: TrainingJob) -> int:
     Raises:
         EstimateError: if its inputs cannot be created, or hold no such tensor.
     """
-    with FakeTensors(), users_code("making the inputs", "the function is called without arguments", EstimateError):
-        sizes = [tensor.shape[0] for tensor in tensors_in(job.inputs()) if tensor.dim()]
+    sizes = [tensor.shape[0] for tensor in _inputs(job) if tensor.dim()]
     if not sizes:
         raise EstimateError(
             "the inputs hold no tensor with a dim for samples; say what a micro-batch is (--micro-batch)"
         )
     return int(sizes[0])
+
+
+def tokens_of(job: TrainingJob) -> int | None:
+    """The number of tokens of a sample; None if a micro-batch does not begin with token ids. Raises the same."""
+    first = next((tensor for tensor in _inputs(job) if tensor.dim()), None)
+    return first.shape[1] if first is not None and first.dtype == torch.int64 and first.dim() == 2 else None
+
+
+def _inputs(job: TrainingJob) -> list[torch.Tensor]:
+    with FakeTensors(), users_code("making the inputs", "the function is called without arguments", EstimateError):
+        return tensors_in(job.inputs())

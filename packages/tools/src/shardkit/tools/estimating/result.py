@@ -125,6 +125,12 @@ class Estimate:
         """Whether the reserved memory does not exceed the device's."""
         return self.reserved_bytes <= self.machine.memory
 
+    @property
+    def mfu(self) -> float | None:
+        """The part of the machine's peak that `timeline.flops` take; None if its description has none for the dtype."""
+        peak = self.machine.flops.get(self.dtypes["computation"])
+        return self.timeline.flops / (self.timeline.step * peak) if peak else None
+
     def to_json(self) -> dict[str, Any]:
         """The estimate as JSON values; `schema` is incremented by incompatible changes."""
         told = {name: getattr(self, name) for name in _TOLD}
@@ -215,8 +221,7 @@ def assess(
     sizes, owners = recording.sizes, recording.owners
     timeline = replay(recording.trace, machine, costs or Roofline(machine))
     if owners is not None:
-        stepping = (one.end - one.begin for one in timeline.spans if (one.lane, one.phase) == ("compute", "optimizer"))
-        owners = dataclasses.replace(owners, optimizer_seconds=sum(stepping))
+        owners = dataclasses.replace(owners, optimizer_seconds=timeline.optimizer)
     state = sizes.own_weights + sizes.own_optimizer
     memory = memory_of(recording.trace, machine.expandable_segments)
     tensors = memory.peak.bytes + recording.mapped_bytes if machine.device == "cpu" else memory.reserved

@@ -69,6 +69,8 @@ def _tables(estimate: Estimate) -> Iterator[Table]:
     for fqn, seconds in sorted(line.exposed_by_fqn.items(), key=lambda one: -one[1])[:3]:
         if seconds >= 0.01 * line.step:
             table.add_row(f"  of '{fqn}'", show(seconds, "seconds"))
+    if estimate.mfu is not None:
+        table.add_row("MFU", show(estimate.mfu, "share"))
     written = f"checkpoint of {show(saved.whole, 'bytes')}, {show(saved.own, 'bytes')} by this rank"
     table.add_row(written, show(saved.seconds, "seconds"))
     yield table

@@ -99,6 +99,8 @@ class Timeline:
         compute: time in operators, including launches on the critical path.
         communication: time that communications take by themselves, overlapped or not.
         exposed: time that computation waits for them.
+        optimizer: time in operators of the optimizer.
+        flops: three times those of forward: forward and backward without recomputation.
         exposed_by_fqn: exposed time by the group that is waited for.
         compute_by_fqn: time in operators, by module.
         spans: work of each stream.
@@ -109,6 +111,8 @@ class Timeline:
     compute: float
     communication: float
     exposed: float
+    optimizer: float
+    flops: int
     exposed_by_fqn: dict[str, float]
     compute_by_fqn: dict[str, float]
     spans: tuple[Span, ...] = field(default=(), repr=False)
@@ -169,6 +173,7 @@ def replay(trace: Trace, machine: Machine, costs: OperatorCosts) -> Timeline:
     queued = machine.device != "cpu"
     seconds_of: dict[Operator, float] = {}
     host = device = 0.0
+    flops = 0
     exposed: dict[str, float] = defaultdict(float)
     compute: dict[str, float] = defaultdict(float)
     spans: list[Span] = []
@@ -194,6 +199,7 @@ def replay(trace: Trace, machine: Machine, costs: OperatorCosts) -> Timeline:
             seconds = seconds_of.get(step.operator)
             if seconds is None:
                 seconds = seconds_of[step.operator] = costs.seconds(step.operator)
+            flops += step.operator.flops if step.phase == "forward" else 0
             before = device
             host += machine.operator_seconds
             device = max(device, host) + seconds if queued else device + machine.operator_seconds + seconds
@@ -216,6 +222,8 @@ def replay(trace: Trace, machine: Machine, costs: OperatorCosts) -> Timeline:
         compute=sum(compute.values()),
         communication=lanes.communication,
         exposed=sum(exposed.values()),
+        optimizer=sum(one.end - one.begin for one in spans if (one.lane, one.phase) == ("compute", "optimizer")),
+        flops=3 * flops,
         exposed_by_fqn={fqn: seconds for fqn, seconds in exposed.items() if fqn or seconds},
         compute_by_fqn=dict(compute),
         spans=(*spans, *lanes.spans),

@@ -26,19 +26,16 @@ _MAKE: list[Callable[[Any], Estimate]] = []
 class Workers(Generic[_Task]):
     """Makes estimates without their traces, in this process and in others; a context manager.
 
-    Tasks that another process fails to run or send back are run here, so errors come from this process.
-
-    Args:
-        make: makes the estimate of a task.
-        alone: whether nothing may run in parallel, as when operators are measured.
+    Tasks that another process fails to run or send back are run here, so errors come from this process. `make` makes
+    the estimate of a task.
     """
 
-    def __init__(self, make: Callable[[_Task], Estimate], *, alone: bool = False) -> None:
+    def __init__(self, make: Callable[[_Task], Estimate]) -> None:
         self._make = make
         self._begun: dict[_Task, Future[Estimate]] = {}
         self._pool: ProcessPoolExecutor | None = None
         count = min(_MOST, len(os.sched_getaffinity(0)))
-        if not alone and count > 1:
+        if count > 1:
             # Forked at the first task, before this process runs a backward: autograd's threads do not survive a fork.
             self._pool = ProcessPoolExecutor(count, get_context("fork"), _begin, (make,))
 

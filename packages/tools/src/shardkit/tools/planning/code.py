@@ -7,17 +7,23 @@ from collections.abc import Callable
 from typing import Any
 
 from shardkit.tools.estimating.hf import COLUMNS, ROWS, cut_projections
-from shardkit.tools.estimating.job import muon_placements
+from shardkit.tools.estimating.job import KEPT, muon_placements
 from shardkit.tools.planning.search import Proposal
 
 _RECOMPUTE = '''\
 def recompute(block: nn.Module) -> None:
-    """Makes a block compute its activations again in backward."""
+    """Makes a block compute its activations again in backward{but}."""
     forward = block.forward
-    block.forward = lambda *args, **kwargs: checkpoint(forward, *args, use_reentrant=False, **kwargs)
+    block.forward = lambda *args, **kwargs: checkpoint(forward, *args, use_reentrant=False, {more}**kwargs)
 
 
 '''
+_KEPT = f"""\
+kept = [getattr(torch.ops.aten, name).default for name in {list(KEPT)}]
+contexts = partial(create_selective_checkpoint_contexts, kept)
+
+
+"""
 
 
 _CUT = f'''\
@@ -34,10 +40,11 @@ def cut(model: nn.Module, mesh: DeviceMesh) -> None:
 
 # Names that the code may use, by the module to import them from.
 _NAMES = {
+    "functools": ("partial",),
     "torch": ("nn",),
     "torch.distributed.device_mesh": ("DeviceMesh", "init_device_mesh"),
     "torch.distributed.tensor.parallel": ("ColwiseParallel", "RowwiseParallel", "parallelize_module"),
-    "torch.utils.checkpoint": ("checkpoint",),
+    "torch.utils.checkpoint": ("checkpoint", "create_selective_checkpoint_contexts"),
     "shardkit.core": ("fully_shard", "placements_for", "CPUOffloadPolicy", "MixedPrecisionPolicy"),
 }
 
@@ -46,15 +53,18 @@ def code_of(proposal: Proposal) -> str:
     """A Python module with a function `shard(model)`, which makes the mesh and shards the model in place."""
     candidate, policies = proposal.candidate, proposal.candidate.policies
     names, sizes = zip(*candidate.axes, strict=True)
+    times = f", {proposal.accumulate} for each step" if proposal.accumulate > 1 else ""
     lines = [
         "def shard(model: nn.Module) -> nn.Module:",
-        f'    """Shards `model` in place; every rank makes micro-batches of {candidate.micro_batch}."""',
+        f'    """Shards `model` in place; every rank makes micro-batches of {candidate.micro_batch}{times}."""',
         f"    mesh = init_device_mesh({proposal.estimate.machine.device!r}, {sizes!r}, mesh_dim_names={names!r})",
     ]
     before = ""
     theirs: list[Callable[..., Any]] = []  # the user's functions
     if policies.checkpoint:
-        before += _RECOMPUTE
+        some = policies.checkpoint == "selective"
+        but, more = (", but for `kept`", "context_fn=contexts, ") if some else ("", "")
+        before += (_KEPT if some else "") + _RECOMPUTE.format(but=but, more=more)
     if proposal.tensor_parallel is not None and "tp" in names:
         if proposal.tensor_parallel is cut_projections:
             before, cut = before + _CUT, "cut"
@@ -76,10 +86,9 @@ def code_of(proposal: Proposal) -> str:
         lines.append(f"    for block in {_blocks(proposal)}:")
         lines += ["        recompute(block)"] if policies.checkpoint else []
         lines.append(f"        fully_shard(block, {', '.join(['mesh=mesh', reshard, *keywords])})")
-    ahead = f"budget({policies.prefetch_budget})" if policies.prefetch_budget else f"depth({policies.prefetch_depth})"
     lines += [
         f"    fully_shard(model, {', '.join(['mesh=mesh', *keywords])})",
-        f"    model.set_prefetch_{ahead}",
+        f"    model.set_prefetch_depth({policies.prefetch_depth})",
         "    return model",
     ]
     body = before + "\n".join(lines) + "\n"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from importlib.metadata import entry_points
 from itertools import product
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from torch import nn
 
@@ -21,11 +21,11 @@ from shardkit.tools.estimating.job import (
     TrainingJob,
     blocks_of,
     micro_batch_of,
+    tokens_of,
     with_micro_batch,
 )
 from shardkit.tools.estimating.repetition import repetition_of
 from shardkit.tools.estimating.result import Estimate, estimate_job
-from shardkit.tools.estimating.timeline import OperatorCosts
 from shardkit.tools.estimating.workers import Workers
 from shardkit.tools.machine import Machine, MachineError
 from shardkit.tools.quantities import show
@@ -38,8 +38,9 @@ Axes: TypeAlias = tuple[tuple[str, int], ...]
 _LARGE_PART = 0.05
 # Number of best candidates to try with replicas, larger micro-batches, more prefetching, and tensor parallelism.
 _REPLICATED, _GROWN, _PREFETCHED, _CUT = 3, 6, 3, 2
-# To prefetch more, this part of a step must be exposed communication, and this part of the limit free.
-_EXPOSED, _LEAST_FREE = 0.01, 0.02
+# To prefetch more, this part of a step must be exposed communication.
+_EXPOSED = 0.01
+_RECOMPUTED: tuple[bool | Literal["selective"], ...] = (False, "selective", True)
 # The largest micro-batch, as a multiple of the smallest.
 _MOST_TIMES = 8
 _MIB = 2**20
@@ -69,13 +70,10 @@ class Candidate:
         policies = self.policies
         mesh = " x ".join(f"{name} {length}" for name, length in self.axes)
         parts = [mesh, f"micro-batch {self.micro_batch}"]
-        if policies.prefetch_budget is None:
-            parts.append(f"prefetch {policies.prefetch_depth}")
-            parts.append("keep" if policies.reshard_after_forward is False else "reshard")
-        else:
-            parts.append(f"prefetch within {show(policies.prefetch_budget, 'bytes')}")
+        parts.append(f"prefetch {policies.prefetch_depth}")
+        parts.append("keep" if policies.reshard_after_forward is False else "reshard")
         if policies.checkpoint:
-            parts.append("recompute")
+            parts.append("recompute" if policies.checkpoint is True else "recompute selectively")
         if self.apart:
             parts.append("outer modules apart")
         return ", ".join(parts)
@@ -129,9 +127,15 @@ class Proposal:
         estimate: the estimate, without its trace.
         blocks: FQNs of the modules that get a `fully_shard` call of their own, innermost first.
         lists: FQNs of the lists whose modules are all among the blocks.
-        sample_seconds: predicted time of a step divided by the samples of all ranks.
+        sample_seconds: predicted time of an iteration divided by the samples of all ranks.
         reasons: sentences.
         tensor_parallel: cuts the model over an axis "tp", if the mesh has one.
+        classes: names of the classes of `blocks`.
+        accumulate: micro-batches of an iteration.
+        nbytes: predicted memory of a rank.
+        step_seconds: predicted time of an iteration.
+        rate: tokens in a second, divided by the ranks; samples if micro-batches do not begin with token ids.
+        mfu: the model's operations in a second, relative to the machine's peak; None if that is unknown.
     """
 
     candidate: Candidate
@@ -140,7 +144,13 @@ class Proposal:
     lists: tuple[str, ...]
     sample_seconds: float
     reasons: tuple[str, ...]
-    tensor_parallel: TensorParallel | None = None
+    tensor_parallel: TensorParallel | None
+    classes: tuple[str, ...]
+    accumulate: int
+    nbytes: int
+    step_seconds: float
+    rate: float
+    mfu: float | None
 
 
 @dataclass
@@ -150,7 +160,7 @@ class _Search:
     job: TrainingJob
     machine: Machine
     limit: int
-    costs: OperatorCosts | None
+    global_batch: int | None
     tell: Callable[[str], None]
     progress: Callable[[int, int], None]
     known: dict[Candidate, Estimate] = field(default_factory=dict)
@@ -158,21 +168,25 @@ class _Search:
     problem: str = ""
 
     def __post_init__(self) -> None:
-        self.workers = Workers(self._estimated, alone=self.costs is not None)
+        self.workers = Workers(self._estimated)
 
     def _estimated(self, candidate: Candidate) -> Estimate:
         job = with_micro_batch(replace(self.job, policies=candidate.policies), candidate.micro_batch)
-        return estimate_job(job, dict(candidate.axes), self.machine, costs=self.costs)
+        return estimate_job(job, dict(candidate.axes), self.machine)
 
     def begin(self, candidates: Iterable[Candidate]) -> None:
         """Starts estimates that are certain to be attempted."""
-        some = list(candidates)
+        some = [one for one in candidates if self.accumulate(one)]
         self.planned.update(some)
         self.workers.begin(some)
 
     def attempt(self, candidate: Candidate) -> None:
         """Estimates a candidate; if that fails, reports why."""
         if candidate in self.known:
+            return
+        if not self.accumulate(candidate):
+            each = candidate.micro_batch * candidate.samplers
+            self.problem = f"a global batch of {self.global_batch} cannot be made of micro-batches of {each} in all"
             return
         self.planned.add(candidate)
         self.progress(len(self.known), len(self.planned))
@@ -185,29 +199,50 @@ class _Search:
     def fits(self, candidate: Candidate) -> bool:
         """Whether a candidate stays below the limit; False if it cannot be estimated."""
         self.attempt(candidate)
-        return candidate in self.known and self.known[candidate].reserved_bytes <= self.limit
+        return candidate in self.known and self.nbytes(candidate) <= self.limit
+
+    def accumulate(self, candidate: Candidate) -> int:
+        """Micro-batches of an iteration; 0 if the global batch cannot be divided into them."""
+        if self.global_batch is None:
+            return candidate.policies.accumulate
+        times, rest = divmod(self.global_batch, candidate.micro_batch * candidate.samplers)
+        return 0 if rest else times
+
+    def nbytes(self, candidate: Candidate) -> int:
+        """Memory of a rank; between the micro-batches of a global batch the shards of the gradients stay."""
+        found = self.known[candidate]
+        stay = self.repeated(candidate) > 1 and not candidate.policies.offload
+        return found.reserved_bytes + (found.recording.sizes.own_weights if stay else 0)
+
+    def step_seconds(self, candidate: Candidate) -> float:
+        """Time of an iteration."""
+        line = self.known[candidate].timeline
+        return self.repeated(candidate) * (line.step - line.optimizer) + line.optimizer
+
+    def repeated(self, candidate: Candidate) -> int:
+        """How often the estimated iteration, without its optimizer, is repeated for the global batch."""
+        return 1 if self.global_batch is None else self.accumulate(candidate)
 
     def sample_seconds(self, candidate: Candidate) -> float:
-        samples = candidate.micro_batch * candidate.policies.accumulate * candidate.samplers
-        return self.known[candidate].timeline.step / samples
+        samples = candidate.micro_batch * self.accumulate(candidate) * candidate.samplers
+        return self.step_seconds(candidate) / samples
 
     def ranked(self) -> list[Candidate]:
-        """Candidates that fit, fastest first; for equal times (to four digits), least reserved memory first.
+        """Candidates that fit, fastest first; for equal times (to four digits), least reserved memory first."""
+        fitting = [one for one in self.known if self.nbytes(one) <= self.limit]
+        return sorted(fitting, key=lambda one: (float(f"{self.sample_seconds(one):.4g}"), self.nbytes(one)))
 
-        Among prefetch budgets with the same result, the smallest.
-        """
-        distinct: dict[Any, Candidate] = {}
-
-        def rank(one: Candidate) -> tuple[float, int, int]:
-            seconds = float(f"{self.sample_seconds(one):.4g}")
-            return seconds, self.known[one].reserved_bytes, one.policies.prefetch_budget or 0
-
-        for one in sorted(self.known, key=rank):
-            found, budget = self.known[one], one.policies.prefetch_budget
-            outcome = None if budget is None else (found.timeline.step, found.peak.bytes, found.reserved_bytes)
-            if found.reserved_bytes <= self.limit:
-                distinct.setdefault((one.changed(prefetch_budget=None), outcome), one)
-        return list(distinct.values())
+    def apart(self, error: float) -> list[Candidate]:
+        """The same without those that are, within this error, no faster than one before them and no smaller."""
+        chosen: list[Candidate] = []
+        for one in self.ranked():
+            seconds, nbytes = self.sample_seconds(one), self.nbytes(one)
+            if all(
+                seconds > (1 + error) * self.sample_seconds(other) or nbytes < (1 - error) * self.nbytes(other)
+                for other in chosen
+            ):
+                chosen.append(one)
+        return chosen
 
 
 def propose(
@@ -220,7 +255,8 @@ def propose(
     most_micro_batch: int | None = None,
     count: int = 5,
     margin: float = 0.0,
-    costs: OperatorCosts | None = None,
+    error: float = 0.0,
+    global_batch: int | None = None,
     tell: Callable[[str], None] = lambda _: None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Proposal]:
@@ -229,10 +265,11 @@ def propose(
     Every combination of wrapping, reshard policy and recomputation is estimated with the smallest micro-batch;
     parameters are kept for backward only if the model fits without that. The best that fit are also tried with
     replicas, which take more memory, and with tensor parallelism if the job has a plan for it. The best of all then get
-    larger micro-batches as long as they fit, and the best of these get more prefetching, by number of groups and by
-    bytes. By default the smallest micro-batch is the job's own and the largest eight times that. `margin` is the part
-    of the limit that stays free, because estimates err. `tell` receives messages about candidates that could not be
-    tried, `progress` the numbers of estimates made and planned so far.
+    larger micro-batches as long as they fit, and the best of these one more prefetched group. By default the smallest
+    micro-batch is the job's own and the largest eight times that. `margin` is the part of the limit that stays free,
+    because estimates err; proposals differ by more than `error` in time or memory. `global_batch` is the number of
+    samples of all ranks in an iteration, in as many micro-batches as that takes. `tell` receives messages about
+    candidates that could not be tried, `progress` the numbers of estimates made and planned so far.
 
     Raises:
         NothingFits: if no candidate fits; names the one that comes closest.
@@ -241,12 +278,13 @@ def propose(
     plain = _build(job, machine)
     micro_batch = micro_batch or micro_batch_of(job)
     most_micro_batch = most_micro_batch or _MOST_TIMES * micro_batch
-    search = _Search(job, machine, int(limit * (1 - margin)), costs, tell, progress)
+    search = _Search(job, machine, int(limit * (1 - margin)), global_batch, tell, progress)
     with search.workers:
         _explore(search, world_size, wrappings(plain, job.policies.wrap), micro_batch, most_micro_batch)
         if not search.ranked():
             raise NothingFits(_closest(search, limit, margin))
-    return [_proposal(search, candidate, plain) for candidate in search.ranked()[:count]]
+    chosen = search.apart(error) if error else search.ranked()
+    return [_proposal(search, candidate, plain) for candidate in chosen[:count]]
 
 
 def _explore(
@@ -262,7 +300,7 @@ def _explore(
             micro_batch,
             wrap != job.policies.wrap,
         )
-        for wrap, recompute in product(wraps, (True,) if job.policies.checkpoint else (False, True))
+        for wrap, recompute in product(wraps, (job.policies.checkpoint,) if job.policies.checkpoint else _RECOMPUTED)
     ]
     search.begin(plain)
     for candidate in plain:
@@ -288,7 +326,7 @@ def _explore(
     exposed = [one for one, line in lines if line.exposed > _EXPOSED * line.step]
     search.begin(one.changed(prefetch_depth=one.policies.prefetch_depth + 1) for one in exposed)
     for one in exposed:
-        _prefetch_more(search, one)
+        search.attempt(one.changed(prefetch_depth=one.policies.prefetch_depth + 1))
 
 
 def _build(job: TrainingJob, machine: Machine) -> nn.Module:
@@ -312,29 +350,17 @@ def _cut_further(search: _Search, world_size: int) -> None:
     if not entry_points(group=ADAPTERS):
         search.tell("fewer ways: tensor parallelism needs the package shardkit-tp-adapter, which is not installed")
         return
-    best = search.ranked() or sorted(search.known, key=lambda one: search.known[one].reserved_bytes)
+    best = search.ranked() or sorted(search.known, key=search.nbytes)
     ways = [replace(candidate, axes=axes) for candidate, axes in product(best[:_CUT], cut)]
     search.begin(ways)
     for candidate in ways:
         search.attempt(candidate)
 
 
-def _prefetch_more(search: _Search, candidate: Candidate) -> None:
-    """Gathers one more group ahead; and tries a budget of the remaining bytes, which also decides what is kept."""
-    found = search.known[candidate]
-    search.attempt(candidate.changed(prefetch_depth=candidate.policies.prefetch_depth + 1))
-    free = search.limit - found.reserved_bytes
-    while free > _LEAST_FREE * search.limit:
-        budget = (found.peak.by_category["unsharded_parameters"] + free) // _MIB * _MIB
-        depth = Policies.prefetch_depth  # the estimate passes on a budget or a depth
-        within = candidate.changed(prefetch_budget=budget, prefetch_depth=depth, reshard_after_forward=None)
-        if not budget or search.fits(within):
-            return
-        free //= 2
-
-
 def _proposal(search: _Search, candidate: Candidate, plain: nn.Module) -> Proposal:
-    blocks = tuple(fqn for fqn, _ in blocks_of(plain, candidate.policies.wrap))
+    wrapped = blocks_of(plain, candidate.policies.wrap)
+    blocks = tuple(fqn for fqn, _ in wrapped)
+    found, seconds, times = search.known[candidate], search.step_seconds(candidate), search.accumulate(candidate)
     lists = []
     for parent in dict.fromkeys(fqn.rpartition(".")[0] for fqn in blocks):
         module, prefix = plain.get_submodule(parent), f"{parent}." if parent else ""
@@ -343,31 +369,39 @@ def _proposal(search: _Search, candidate: Candidate, plain: nn.Module) -> Propos
             lists.append(parent)
     return Proposal(
         candidate,
-        search.known[candidate],
+        found,
         blocks,
         tuple(lists),
         search.sample_seconds(candidate),
         tuple(_reasons(search, candidate)),
         search.job.tensor_parallel,
+        tuple(dict.fromkeys(type(block).__name__ for _, block in wrapped)),
+        times,
+        search.nbytes(candidate),
+        seconds,
+        (tokens_of(search.job) or 1) / search.sample_seconds(candidate) / found.world_size,
+        found.mfu and found.mfu * search.repeated(candidate) * found.timeline.step / seconds,
     )
 
 
 def _reasons(search: _Search, candidate: Candidate) -> Iterator[str]:
     """The savings and costs of each choice, compared with the candidate that differs only in it."""
     found = search.known[candidate]
-    line, share = found.timeline, found.reserved_bytes / search.limit
-    yield f"takes {show(found.reserved_bytes, 'bytes')}, {share:.0%} of the limit; its peak is {found.peak.place}"
+    line, nbytes, times = found.timeline, search.nbytes(candidate), search.accumulate(candidate)
+    yield f"takes {show(nbytes, 'bytes')}, {nbytes / search.limit:.0%} of the limit; its peak is {found.peak.place}"
     yield f"waits {show(line.exposed, 'seconds')} of a {show(line.step, 'seconds')} step for communication"
+    if search.global_batch is not None:
+        yield f"makes {times} micro-batches for each step of the optimizer, and reduces gradients after each"
     for what, other in _other_ways(candidate):
         if other not in search.known or other == candidate:
             continue
-        memory = found.reserved_bytes - search.known[other].reserved_bytes
+        memory = nbytes - search.nbytes(other)
         seconds = line.step - search.known[other].timeline.step
         held = (
             f"{'costs' if memory > 0 else 'saves'} {show(abs(memory), 'bytes')}" if memory else "takes the same memory"
         )
         spent = f"{'costs' if seconds > 0 else 'saves'} {show(abs(seconds), 'seconds')} a step"
-        missed = search.known[other].reserved_bytes > search.limit
+        missed = search.nbytes(other) > search.limit
         yield f"{what} {held} and {spent}{' (without it the limit is missed)' if missed else ''}"
 
 
@@ -380,19 +414,15 @@ def _other_ways(candidate: Candidate) -> Iterator[tuple[str, Candidate]]:
         yield "resharding after forward", candidate.changed(reshard_after_forward=False)
     if policies.checkpoint:
         yield "recomputing activations", candidate.changed(checkpoint=False)
-    if policies.prefetch_depth != (usual := Policies.prefetch_depth):
-        yield f"prefetching {policies.prefetch_depth} groups", candidate.changed(prefetch_depth=usual)
-    if policies.prefetch_budget is not None:
-        for reshard, what in ((True, "resharding always"), (False, "keeping all parameters for backward")):
-            within = f"prefetching within {show(policies.prefetch_budget, 'bytes')}, in place of {what},"
-            yield within, candidate.changed(prefetch_budget=None, reshard_after_forward=reshard)
+    if policies.prefetch_depth != Policies.prefetch_depth:
+        yield f"prefetching {policies.prefetch_depth} groups", candidate.changed(prefetch_depth=Policies.prefetch_depth)
     if candidate.samplers < world_size:
         what = f"tensor parallelism (with 1/{world_size // candidate.samplers} of the samples in a step)"
         yield what, replace(candidate, axes=(("dp_shard", world_size),))
 
 
 def _closest(search: _Search, limit: int, margin: float) -> str:
-    best = min(search.known, key=lambda one: search.known[one].reserved_bytes)
+    best = min(search.known, key=search.nbytes)
     found = search.known[best]
     biggest = max(found.peak.by_category, key=lambda name: found.peak.by_category[name])
     size, process = found.peak.by_category[biggest], search.machine.process_bytes
@@ -402,11 +432,11 @@ def _closest(search: _Search, limit: int, margin: float) -> str:
         advice = f"Use more ranks, {smaller}or shorter sequences"
     else:
         part = f"the process without a model ({show(process, 'bytes')}, process_bytes of the machine)"
-        enough = math.ceil(found.reserved_bytes / (1 - margin) / _MIB)
+        enough = math.ceil(search.nbytes(best) / (1 - margin) / _MIB)
         advice = f"No way to shard makes that smaller; give at least {enough} MiB"
     return (
         f"none of {len(search.known)} ways fits {below(limit, margin)}; the smallest takes "
-        f"{show(found.reserved_bytes, 'bytes')} ({best.describe()}), the largest part of it {part}. {advice}"
+        f"{show(search.nbytes(best), 'bytes')} ({best.describe()}), the largest part of it {part}. {advice}"
     )
 
 

@@ -170,7 +170,7 @@ MEASURES: tuple[Measure, ...] = (
     Measure(
         "skew",
         "seconds",
-        "the part of it spent before the last rank came",
+        "the part of exposed that lies before the last rank has started",
         lambda report: max(skew_by_rank(report).values()),
     ),
     Measure(
@@ -183,14 +183,14 @@ MEASURES: tuple[Measure, ...] = (
     Measure(
         "prefetch_misses",
         "count",
-        "gathers that had to be launched when they were needed, a step",
+        "gathers a step that were not prefetched",
         _per_step(lambda rank: sum(module.prefetch_misses for module in rank.modules)),
     ),
     Measure("imbalance", "share", "by how much the largest rank's shards exceed the average", _imbalance),
     Measure(
         "profiler_overhead",
         "share",
-        "what recording cost, as a share of the recorded time",
+        "the time that recording took, as a share of the recorded time",
         _most(lambda rank: rank.overhead.share),
     ),
 )
