@@ -52,9 +52,8 @@ class Staging:
         """Where senders find the memory; None if it is not shared."""
         if self._segment is None:
             return None
-        path = f"/proc/{os.getpid()}/fd/{self._segment.fd}"
         offsets = [[rank, offset] for rank, offset in self._offsets.items()]
-        return {"host": _host(), "path": path, "number": self._segment.number, "offsets": offsets}
+        return {"host": _host(), "path": self._segment.path, "number": self._segment.number, "offsets": offsets}
 
 
 class SharedStaging:
@@ -71,17 +70,9 @@ class SharedStaging:
         if before is not None and before.place == place:
             return before
         try:
-            if place["host"] != _host():
-                return None
-            fd = os.open(place["path"], os.O_RDWR | os.O_CLOEXEC)
-        except OSError:
-            return None
-        try:
-            return cls(place, Mapped(fd))
+            return cls(place, Mapped(place["path"])) if place["host"] == _host() else None
         except (OSError, RuntimeError):
             return None
-        finally:
-            os.close(fd)
 
     def part(self, rank: int, offset: int, nbytes: int) -> torch.Tensor:
         """Bytes that sender `rank` writes."""

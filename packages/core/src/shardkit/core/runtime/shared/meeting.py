@@ -69,11 +69,13 @@ class _Invitation:
         host: identity of its host; empty: it does not share memory.
         directory: the directory of its socket.
         secret: the secret that its callers must send.
+        memory: the path of a memory file, with which a caller tries whether it may open the rank's memory.
     """
 
     host: bytes = b""
     directory: bytes = b""
     secret: bytes = b""
+    memory: bytes = b""
 
 
 def _meet(group: dist.ProcessGroup) -> Neighbours | None:
@@ -101,7 +103,7 @@ def _listen(stack: contextlib.ExitStack) -> tuple[socket.socket | None, _Invitat
     """A socket that listens until `stack` closes, in a directory of its own (see Note [Strangers])."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
-        spaces = "/".join(str(Path("/proc/self/ns", kind).stat().st_ino) for kind in ("net", "user", "mnt"))
+        spaces = "/".join(str(Path("/proc/self/ns", kind).stat().st_ino) for kind in ("net", "user", "mnt", "pid"))
         directory = _private_directory()
         stack.callback(shutil.rmtree, directory, ignore_errors=True)
         listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
@@ -109,10 +111,13 @@ def _listen(stack: contextlib.ExitStack) -> tuple[socket.socket | None, _Invitat
         with _short_path(directory) as path:
             listener.bind(path)
         listener.listen(_QUEUE)
-    except OSError:
+        memory = segment.memory_file("shardkit-meeting")
+    except (OSError, segment.NoSharedMemoryError):
         return None, _Invitation()
+    stack.callback(os.close, memory)
     host = b"%s/%s/%d" % (boot, spaces.encode(), os.getuid())
-    return listener, _Invitation(host, os.fsencode(directory), secrets.token_bytes(_SECRET).hex().encode())
+    secret = secrets.token_bytes(_SECRET).hex().encode()
+    return listener, _Invitation(host, os.fsencode(directory), secret, segment.path_of(memory).encode())
 
 
 def _private_directory() -> str:
@@ -135,13 +140,13 @@ def _short_path(directory: str | bytes) -> Iterator[str]:
 
 def _exchange(group: dist.ProcessGroup, own: _Invitation) -> list[_Invitation]:
     """Every rank's invitation (collective)."""
-    packed = b"\0".join((own.host, own.directory, own.secret)).ljust(_RECORD, b"\0")
+    packed = b"\0".join((own.host, own.directory, own.secret, own.memory)).ljust(_RECORD, b"\0")
     if len(packed) > _RECORD:  # a directory with a very long name
         packed = bytes(_RECORD)
     mine = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
     everyone = [torch.empty_like(mine) for _ in range(group.size())]
     dist.all_gather(everyone, mine, group=group)
-    return [_Invitation(*bytes(one.tolist()).split(b"\0")[:3]) for one in everyone]
+    return [_Invitation(*bytes(one.tolist()).split(b"\0")[:4]) for one in everyone]
 
 
 def _call(sockets: list[socket.socket | None], peer: int, invitation: _Invitation, rank: int, deadline: float) -> bool:
@@ -155,6 +160,7 @@ def _call(sockets: list[socket.socket | None], peer: int, invitation: _Invitatio
                 time.sleep(_RETRY)  # its queue is full
         if error or not _is_ours(connection):
             return False
+        os.close(os.open(invitation.memory, os.O_RDWR))
         connection.send(rank.to_bytes(4, "little") + invitation.secret)
     except OSError:
         return False

@@ -2,7 +2,7 @@
 
 Messages of one pair arrive in order, and a socket reports at once that the process at its other end is gone.
 
-    POST      this rank's part of an operation is ready to be read (with the table's descriptors, the first time)
+    POST      this rank's part of an operation is ready to be read (with the table, the first time)
     RELEASE   this rank has read the peer's part of an operation
     DROP      a table is no longer used
 
@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator
 from enum import IntEnum
 from typing import Concatenate, ParamSpec, TypeAlias, TypeVar
 
-from shardkit.core.runtime.shared.connection import MOST_DESCRIPTORS, Connection
+from shardkit.core.runtime.shared.connection import Connection
 from shardkit.core.runtime.shared.segment import Mapping, Segment
 from shardkit.core.runtime.shared.tables import PeerTable, Table
 
@@ -39,7 +39,6 @@ __all__ = ["Channel", "Neighbours", "Operation"]
 
 _MESSAGE = struct.Struct("<BBxxxxxxqq")
 _WHICH = 16  # bytes of a message that identify the operation; the table's number follows
-_REFUSED_MS = 10
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -84,7 +83,7 @@ class Neighbours:
     def __init__(self, sockets: list[socket.socket | None], timeout: float) -> None:
         self.peers = tuple(peer for peer, one in enumerate(sockets) if one is not None)
         self._connections = {
-            peer: Connection(peer, one, _MESSAGE.size, timeout) for peer, one in enumerate(sockets) if one is not None
+            peer: Connection(peer, one, timeout) for peer, one in enumerate(sockets) if one is not None
         }
         self._patience = min(timeout * 1000, 2**31 - 1)  # milliseconds
         self._size = len(sockets)
@@ -95,10 +94,11 @@ class Neighbours:
         self._posted: list[dict[Operation, PeerTable]] = [{} for _ in sockets]
         self._unwanted: list[set[Operation]] = [set() for _ in sockets]
         self._unreleased: dict[Operation, set[int]] = {}
+        self._read: dict[Operation, list[Segment]] = {}  # what the peers of an unreleased operation read
         self._crowded: set[int] = set()  # peers with messages that wait to be sent
         self._ended: set[int] = set()  # peers found to be gone while waiting for another one
-        self._last: dict[int, Operation] = {}  # tables that the peers know, and the last operation of each
-        self._dropped: list[tuple[int, list[Segment]]] = []
+        self._known: set[int] = set()  # tables that the peers have
+        self._dropped: list[int] = []
         self._busy = False
         self._closed = False
         self._thread = threading.get_ident()
@@ -120,25 +120,15 @@ class Neighbours:
         self._thread = threading.get_ident()
         if self._dropped:
             self._tell_dropped()
-        self._unreleased[operation] = set(self.peers)
-        fds = [] if table.number in self._last else self._introduce(table)
-        self._last[table.number] = operation
-        try:
-            for peer in self.peers:
-                self._send(peer, _Kind.POST, operation, table.number, fds)
-        finally:
-            for fd in fds[:1]:
-                os.close(fd)
+        self._unreleased[operation], self._read[operation] = set(self.peers), table.segments
+        described = b""
+        if table.number not in self._known:
+            self._known.add(table.number)
+            described = table.describe()
+            weakref.finalize(table, self._drop, table.number).atexit = False
+        for peer in self.peers:
+            self._send(peer, _Kind.POST, operation, table.number, described)
         return operation
-
-    def _introduce(self, table: Table) -> list[int]:
-        """The descriptors to send with a table's first message; the caller closes the first one."""
-        fds = [table.describe(), *(one.fd for one in table.segments)]
-        assert len(fds) <= MOST_DESCRIPTORS, table.label
-        for one in table.segments:
-            one.readers += 1
-        weakref.finalize(table, self._drop, table.number, table.segments).atexit = False
-        return fds
 
     @_undisturbed
     def release(self, operation: Operation) -> None:
@@ -147,13 +137,13 @@ class Neighbours:
             if self._posted[peer].pop(operation, None) is None:
                 self._unwanted[peer].add(operation)  # abandoned before the peer came
             with contextlib.suppress(OSError):  # a peer that is gone needs no permission
-                self._send(peer, _Kind.RELEASE, operation, 0, [])
+                self._send(peer, _Kind.RELEASE, operation, 0)
 
-    def _drop(self, number: int, segments: list[Segment]) -> None:
+    def _drop(self, number: int) -> None:
         """Notes that a table of this rank is gone. May run at any point of any thread, so it may be deferred."""
         if self._closed:
             return
-        self._dropped.append((number, segments))
+        self._dropped.append(number)
         if not self._busy and self._thread == threading.get_ident():
             self._tell_dropped()
 
@@ -165,17 +155,15 @@ class Neighbours:
                 while self._hear(peer):
                     pass
         while self._dropped:
-            number, segments = self._dropped.pop()
-            if self._last.pop(number) not in self._unreleased:
-                for one in segments:
-                    one.readers -= 1
+            number = self._dropped.pop()
+            self._known.discard(number)
             for peer in self.peers:
                 with contextlib.suppress(OSError):
-                    self._send(peer, _Kind.DROP, (0, 0), number, [])
+                    self._send(peer, _Kind.DROP, (0, 0), number)
 
-    def _send(self, peer: int, kind: _Kind, operation: Operation, number: int, fds: list[int]) -> None:
+    def _send(self, peer: int, kind: _Kind, operation: Operation, number: int, described: bytes = b"") -> None:
         connection = self._connections[peer]
-        connection.send(_MESSAGE.pack(kind, operation[0], operation[1], number), fds)
+        connection.send(_MESSAGE.pack(kind, operation[0], operation[1], number) + described)
         if connection.unsent:
             self._crowded.add(peer)
 
@@ -255,9 +243,8 @@ class Neighbours:
         }
         for fd, peer in listening.items():
             poller.register(fd, self._connections[peer].awaited)
-        refused = any(self._connections[peer].refused for peer in self._crowded)
-        ready = poller.poll(_REFUSED_MS if refused else self._patience)
-        if not ready and not refused:
+        ready = poller.poll(self._patience)
+        if not ready:
             raise self._connections[needed].late()
         for peer in [listening[fd] for fd, _ in ready]:
             with self._others_may_be_gone(peer, needed):
@@ -277,19 +264,18 @@ class Neighbours:
             if peer == needed:
                 raise
             self._ended.add(peer)
-            self._connections[peer].give_up()
+            self._connections[peer].unsent.clear()
 
     def _hear(self, peer: int, *, wait: bool = False) -> bool:
         """Takes the next message of `peer`, if there is one or `wait` is set; returns whether there was one."""
-        received = self._connections[peer].receive(wait=wait)
-        if received is None:
+        message = self._connections[peer].receive(wait=wait)
+        if message is None:
             return False
-        message, fds = received
-        kind, channel, sequence, number = _MESSAGE.unpack(message)
+        kind, channel, sequence, number = _MESSAGE.unpack_from(message)
         operation = (channel, sequence)
         if kind == _Kind.POST:
-            if fds:
-                self._adopt(peer, number, fds)
+            if described := message[_MESSAGE.size :]:
+                self._tables[peer][number] = PeerTable(described, self._mapped[peer])
             if operation in self._unwanted[peer]:
                 self._unwanted[peer].remove(operation)
             else:
@@ -299,15 +285,8 @@ class Neighbours:
         elif waiting := self._unreleased.get(operation):
             waiting.discard(peer)
             if not waiting:
-                del self._unreleased[operation]
+                del self._unreleased[operation], self._read[operation]
         return True
-
-    def _adopt(self, peer: int, number: int, fds: list[int]) -> None:
-        try:
-            self._tables[peer][number] = PeerTable(fds, self._mapped[peer])
-        finally:
-            for fd in fds:
-                os.close(fd)
 
 
 def _other_gradients(peer: int, theirs: dict[int, str], own: dict[int, str]) -> str:

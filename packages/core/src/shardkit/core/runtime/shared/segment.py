@@ -39,15 +39,14 @@ _warned = False
 class Segment(mmap.mmap):
     """`nbytes` of zeroed memory. Tensors over it keep it alive; a peer needs `fd` to map it.
 
-    `number` identifies a segment of a process. `readers` counts the tables through which peers may be reading it. If
-    there are none when the segment is freed, its pages are freed at once, although peers map it until they are told.
+    `number` identifies a segment of a process. Operations in which peers read it keep it alive, so its pages are freed
+    at once when it is freed, although peers map it until they are told.
     """
 
     number: int
     fd: int
     nbytes: int
     address: int
-    readers: int
     _process: int
 
     def __new__(cls, nbytes: int) -> Segment:
@@ -61,14 +60,19 @@ class Segment(mmap.mmap):
             raise _refused(error) from error
         weakref.finalize(self, os.close, fd)
         self.number, self.fd, self.nbytes = next(_numbers), fd, nbytes
-        self.readers, self._process = 0, os.getpid()
+        self._process = os.getpid()
         self.address = torch.frombuffer(self, dtype=torch.uint8).data_ptr()
         _segments.add(self)
         return self
 
+    @property
+    def path(self) -> str:
+        """Where another process of this user can open it, as long as it lives."""
+        return path_of(self.fd)
+
     def __del__(self) -> None:
         # A forked child maps it too, and must not free pages that its parent still uses.
-        if not self.readers and self._process == os.getpid():
+        if self._process == os.getpid():
             with contextlib.suppress(OSError):
                 self.madvise(mmap.MADV_REMOVE)
 
@@ -85,19 +89,33 @@ def memory_file(name: str) -> int:
         raise _refused(error) from error
 
 
+def path_of(fd: int) -> str:
+    """Where another process of this user can open a descriptor of this one."""
+    return f"/proc/{os.getpid()}/fd/{fd}"
+
+
 def seal(fd: int) -> None:
     """Fixes the size of a memory file permanently."""
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SIZE_SEALS | fcntl.F_SEAL_SEAL)
 
 
-def check_sealed(fd: int) -> None:
-    """Raises ConnectionError if a peer's descriptor is not a memory file of fixed size."""
+def _opened(path: str) -> int:
+    """A descriptor of another process's memory file. Raises ConnectionError, also if its size is not fixed."""
     try:
-        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+        opened = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise ConnectionError(
+            f"memory of another rank cannot be opened: {error}; raise the limit on open files (ulimit -n) or set "
+            "SHARDKIT_SHARED_MEMORY=0 on any rank to do without"
+        ) from error
+    try:
+        seals = fcntl.fcntl(opened, fcntl.F_GET_SEALS)
     except OSError:
         seals = 0
     if seals & _SIZE_SEALS != _SIZE_SEALS:
-        raise ConnectionError("a peer has sent memory whose size is not sealed; all ranks must run the same version")
+        os.close(opened)
+        raise ConnectionError("a peer has shared memory whose size is not sealed; all ranks must run the same version")
+    return opened
 
 
 def _refused(error: OSError | str) -> NoSharedMemoryError:
@@ -132,10 +150,13 @@ def carve(memory: Segment, offset: int, shape: Sequence[int], dtype: torch.dtype
 class Mapping:
     """A peer's segment mapped into this process, as long as a tensor over it lives. It keeps no descriptor."""
 
-    def __init__(self, fd: int) -> None:
-        check_sealed(fd)
-        nbytes = os.fstat(fd).st_size
-        self._bytes = torch.from_file(f"/proc/self/fd/{fd}", shared=True, size=nbytes, dtype=torch.uint8)
+    def __init__(self, path: str) -> None:
+        fd = _opened(path)
+        try:
+            nbytes = os.fstat(fd).st_size
+            self._bytes = torch.from_file(f"/proc/self/fd/{fd}", shared=True, size=nbytes, dtype=torch.uint8)
+        finally:
+            os.close(fd)
 
     def tensor(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A 1-D tensor from byte `offset` on."""

@@ -1,20 +1,20 @@
 """Tables of the tensors in shared memory that a rank's peers may read.
 
-A table is sent once and then identified by its number. Its description is sent in a separate memory file, so its size
-is not limited. It is JSON: data from another process is never executed.
+A table is sent once and then identified by its number. It is JSON: data from another process is never executed. Memory
+is named by a descriptor of its process, which peers, of the same user, open in `/proc`.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-import os
 from collections.abc import MutableMapping, Sequence
+from functools import cached_property
 from typing import TypeAlias
 
 import torch
 
-from shardkit.core.runtime.shared.segment import Mapping, Segment, check_sealed, locate, memory_file, seal
+from shardkit.core.runtime.shared.segment import Mapping, Segment, locate
 
 _numbers = itertools.count(1)
 
@@ -49,41 +49,38 @@ class Table:
         index = known.index(True) if any(known) else len(self.segments) - 1
         return index, offset, tensor.numel(), str(tensor.dtype).removeprefix("torch.")
 
-    def describe(self) -> int:
-        """The file descriptor of a new memory file that holds this table's description; the caller closes it."""
+    def describe(self) -> bytes:
+        """The table as its peers get it."""
         content = {
             "label": self.label,
             "gradients": [*self.gradients.items()],
-            "segments": [segment.number for segment in self.segments],
+            "segments": [(segment.number, segment.path) for segment in self.segments],
             "entries": self._entries,
         }
-        fd = memory_file("shardkit-table")
-        os.write(fd, json.dumps(content).encode())
-        seal(fd)
-        return fd
+        return json.dumps(content).encode()
 
 
 class PeerTable:
     """A peer's table as seen by this rank: `label`, `gradients`, and 1-D `tensors` over the peer's memory."""
 
-    @torch.inference_mode(False)  # sums are made in these tensors, whatever mode was active when they arrived
-    def __init__(self, fds: Sequence[int], mapped: MutableMapping[int, Mapping]) -> None:
-        """Maps the descriptors: the description, then the segments. They may be closed afterwards.
-
-        `mapped` are the peer's segments that are already mapped, by number: one mapping serves all tables.
-        """
-        check_sealed(fds[0])
-        content = json.loads(os.pread(fds[0], os.fstat(fds[0]).st_size, 0))
+    def __init__(self, description: bytes, mapped: MutableMapping[int, Mapping]) -> None:
+        """`mapped` are the peer's segments that are already mapped, by number: one mapping serves all tables."""
+        content = json.loads(description)
         self.label: str = content["label"]
         self.gradients: dict[int, str] = dict(content["gradients"])
-        memory: list[Mapping] = []
-        for number, fd in zip(content["segments"], fds[1:], strict=True):
-            mapping = mapped.get(number)
-            if mapping is None:
-                mapping = mapped[number] = Mapping(fd)
-            memory.append(mapping)
-        self._memory = memory  # keeps the entries of `mapped` as long as this table
-        self.tensors: list[torch.Tensor] = []
-        for segment, offset, numel, name in content["entries"]:
-            dtype: torch.dtype = getattr(torch, name)
-            self.tensors.append(memory[segment].tensor(offset, numel, dtype) if numel else torch.empty(0))
+        self._segments: list[tuple[int, str]] = content["segments"]
+        self._entries: list[tuple[int, int, int, str]] = content["entries"]
+        self._mapped = mapped
+        self._memory: list[Mapping] = []  # keeps the entries of `mapped` as long as this table
+
+    @cached_property
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors. To be read first within an operation for which the peer keeps their memory."""
+        with torch.inference_mode(False):  # sums are made in them, whatever mode was active when they arrived
+            memory = [self._mapped.get(number) or Mapping(path) for number, path in self._segments]
+            self._mapped.update(zip((number for number, _ in self._segments), memory, strict=True))
+            self._memory = memory
+            return [
+                memory[segment].tensor(offset, numel, getattr(torch, name)) if numel else torch.empty(0)
+                for segment, offset, numel, name in self._entries
+            ]

@@ -2,9 +2,8 @@
 
 In a gather each rank copies its peers' shards into its own unsharded tensors. Shards in shared memory are read in place
 and cast on the way; nothing is allocated, and each element is copied once. If one shard of a group is not in shared
-memory, or they lie in more segments than a message has descriptors for, all of the group's are copied to the outbox
-first. A peer may read a shard until it has reported that it is done; `SharedTransport.wait_until_read` waits
-for that, before the owner may change the shard.
+memory, all of the group's are copied to the outbox first. A peer may read a shard until it has reported that it is
+done; `SharedTransport.wait_until_read` waits for that, before the owner may change the shard.
 
 In a reduction each rank copies the rows of its gradients that peers own to its outbox, so that the gradients can be
 freed at once. It then adds up its own rows from the outboxes of its peers.
@@ -27,7 +26,6 @@ import torch.distributed as dist
 from shardkit.core import events
 from shardkit.core.runtime.lanes import Program, Reduction
 from shardkit.core.runtime.plan import GatherPlan, Mean, ReducePlan, Transport
-from shardkit.core.runtime.shared.connection import MOST_DESCRIPTORS
 from shardkit.core.runtime.shared.neighbours import Channel, Neighbours, Operation
 from shardkit.core.runtime.shared.segment import ALIGNMENT, Segment, aligned, carve, locate
 from shardkit.core.runtime.shared.tables import Gradients, Table
@@ -153,14 +151,13 @@ class Posting:
 class GatherBinding:
     """A plan with the tensors that it was last used with: the views to copy from and to, created once."""
 
-    # `table` lists the shards where they are; None if they lie in too many segments, or one of them in none.
+    # `table` lists the shards where they are; None if one of them is not in shared memory.
     def __init__(self, plan: GatherPlan, sources: Sequence[torch.Tensor], flats: Sequence[torch.Tensor]) -> None:
         self.sources = list(sources)
         self.flats = list(flats)
         self._addresses = [source.data_ptr() for source in sources]
         in_shared_memory = all(not source.numel() or (source.is_contiguous() and locate(source)) for source in sources)
-        table = Table(plan.label, sources) if in_shared_memory else None
-        self.table = table if table is not None and len(table.segments) < MOST_DESCRIPTORS else None
+        self.table = Table(plan.label, sources) if in_shared_memory else None
         self._slots = [_slots(plan, flat, i) for i, flat in enumerate(flats)]
         self._peers: list[list[torch.Tensor] | None] = []
         self._copies: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
