@@ -27,10 +27,12 @@ from typing import Any, cast
 import torch
 from torch.distributed.tensor import DTensor
 
+from shardkit.core.beyond.files import FileTier
 from shardkit.core.beyond.waiting import WaitingState, give_back, make_wait
 from shardkit.core.engine.group import FSDPParamGroup
 from shardkit.core.optimizer_steps.plain_steps import PlainSteps, Twin, lent, plain_steps_of, use_steps
 from shardkit.core.optimizer_steps.supported import ELEMENTWISE, steps_by_element
+from shardkit.core.optimizer_steps.whole_state import NUMBERS
 from shardkit.core.optimizers import optimizer_step_on_shards
 from shardkit.core.parameters.param import fqn_of, sharded_counterpart
 from shardkit.core.torch_compat import bare_step, no_dynamo
@@ -38,7 +40,7 @@ from shardkit.core.torch_compat import bare_step, no_dynamo
 __all__ = ["OverlappedSteps", "overlap_step"]
 
 
-def overlap_step(optimizer: torch.optim.Optimizer) -> OverlappedSteps:
+def overlap_step(optimizer: torch.optim.Optimizer, *, states: FileTier | None = None) -> OverlappedSteps:
     """Makes `optimizer.step()` return at once; each group is stepped by the time that the next forward gathers it.
 
     For shards on the CPU, as with `CPUOffloadPolicy`. Parameters and state are those of a step without it, to the last
@@ -46,6 +48,10 @@ def overlap_step(optimizer: torch.optim.Optimizer) -> OverlappedSteps:
     dicts, checkpoints, `full_tensor()`, another step, the end of the program. An error of a step reaches the first of
     these. A local tensor taken before `step()`, as by `to_local()`, does not wait: call `wait()` first.
     A second call changes nothing. Not collective.
+
+    Args:
+        optimizer: one of torch's element-wise optimizers; with `fused=True`, a group is one fused call.
+        states: where its state lies; in memory by default.
 
     Raises:
         TypeError: for an optimizer other than torch's element-wise ones, also for their subclasses.
@@ -59,7 +65,7 @@ def overlap_step(optimizer: torch.optim.Optimizer) -> OverlappedSteps:
             f"{type(optimizer).__name__} is not known to update each element by itself; overlap_step takes {names} of "
             "torch.optim. Call step() without it"
         )
-    use_steps(optimizer, steps := OverlappedSteps())
+    use_steps(optimizer, steps := OverlappedSteps(states))
     optimizer_step_on_shards(optimizer)
     _overlapped.add(steps)
     _wait_at_the_end()
@@ -69,8 +75,9 @@ def overlap_step(optimizer: torch.optim.Optimizer) -> OverlappedSteps:
 class OverlappedSteps(PlainSteps):
     """The steps of one optimizer."""
 
-    def __init__(self) -> None:
+    def __init__(self, tier: FileTier | None) -> None:
         super().__init__()
+        self._tier = tier
         self._jobs: dict[Job, None] = {}  # under way, in the order in which they run
         self._hidden: list[list[torch.Tensor]] | None = None
 
@@ -156,7 +163,12 @@ class OverlappedSteps(PlainSteps):
         jobs = self._make_jobs(optimizer)
         threads = torch.get_num_threads()
         at_once = [job for job in jobs if job.runs_at_once]
-        for job in (*(job for job in jobs if not job.runs_at_once), *at_once):
+        jobs = [*(job for job in jobs if not job.runs_at_once), *at_once]
+        if self._tier is not None:
+            _refuse_devices(jobs)
+            for job, following in zip(jobs, (*jobs[1:], *jobs[:1]), strict=True):
+                job.tier, job.following = self._tier, following.group
+        for job in jobs:
             job.wait = partial(self._wait_for, job)
             self._jobs[job] = None
             if job.group is not None:
@@ -164,7 +176,9 @@ class OverlappedSteps(PlainSteps):
                 job.group.written_by.append(job.wait)
             job.waiting = job.written()
             make_wait(job.waiting, job.wait)
-            job.future = _run_now(job, threads) if job in at_once else _worker().submit(job.run, threads)
+            # A tier belongs to the thread; kernels of a device belong to the stream of this one.
+            now = job in at_once and self._tier is None
+            job.future = _run_now(job, threads) if now else _worker().submit(job.run, threads)
         for job in at_once:
             job.wait()
 
@@ -204,9 +218,14 @@ class Job:
         params: the tensors to step on, by the number of the optimizer's parameter group.
         twins, plain: these tensors with the parameters that they stand for, and those that stand for themselves.
         state: their state.
+        tier: where its state lies, None for memory.
+        following: the group that is stepped next.
         waiting: the DTensors whose readers wait.
-        wait: what they call.
+        wait: the function that they call.
     """
+
+    tier: FileTier | None = None
+    following: FSDPParamGroup | None = None
 
     wait: Callable[[], None]
     future: Future[None]
@@ -250,7 +269,27 @@ class Job:
         for number, options in enumerate(self._options):
             options["params"] = self.params[number]
         self._optimizer.param_groups, self._optimizer.state = self._options, self.state
+        if self.tier is None or self.group is None:
+            bare_step(self._optimizer)(self._optimizer)
+            return
+        self.tier.enter(self.group)
+        if self.following is not None:
+            self.tier.read_ahead(self.following)
         bare_step(self._optimizer)(self._optimizer)
+        self._put_in(self.tier)
+
+    def _put_in(self, tier: FileTier) -> None:
+        """Moves state of the parameters' shapes to its files; other state is small, such as a count of steps."""
+        places = [
+            (state, key, value)
+            for twin in self.twins
+            for state in (self.state[twin.plain],)
+            for key, value in state.items()
+            if isinstance(value, torch.Tensor) and key not in NUMBERS and value.shape == twin.local.shape
+        ]
+        moved = tier.put(self.group, [value for _, _, value in places], self.label)
+        for (state, key, _), value in zip(places, moved, strict=True):
+            state[key] = value
 
     def states_after(self) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
         """The parameters and their state as it is between the steps; releases the gradients."""
@@ -260,6 +299,15 @@ class Job:
             twin.state, twin.lent = {}, {}
         for parameter in self.plain:
             yield parameter, self.state[parameter]
+
+
+def _refuse_devices(jobs: Iterable[Job]) -> None:
+    for twin in (twin for job in jobs for twin in job.twins):
+        if twin.local.device.type != "cpu":
+            raise RuntimeError(
+                f"parameter '{fqn_of(twin.parameter)}' is on {twin.local.device}, and the optimizer's state is to lie "
+                "in files; shard it with CPUOffloadPolicy()"
+            )
 
 
 def _copied(value: Any) -> Any:
