@@ -1,0 +1,77 @@
+"""The recipes: each loop and model, small. Each pretrains, and fine-tunes the weights that it has saved."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.trainers.launch import ROOT
+
+RECIPES = ROOT / "examples" / "recipes"
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+RUN = [sys.executable, "-m", "shardkit.core", "run", "--strict"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+
+
+def losses(*options: object, name: str = "train.py") -> list[float]:
+    command = [*RUN, *TORCHRUN, "--standalone", "--nproc-per-node=2", RECIPES / name, "--steps=20", *options]
+    done = subprocess.run(command, env=ENVIRONMENT, text=True, capture_output=True, timeout=280, check=False)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    return [float(value) for value in re.findall(r"(?:loss |'loss': '?)([0-9.]+)", done.stdout)]
+
+
+@pytest.mark.parametrize("trainer", ["accelerate", "torchtitan"])
+def test_a_plan_is_a_configuration_that_the_trainer_reads(trainer: str, tmp_path: Path):
+    out, model = tmp_path / "plan", RECIPES / "llama-tiny.json"
+    command = [
+        sys.executable,
+        "-m",
+        "shardkit.tools",
+        "plan",
+        f"--hf-config={model}",
+        "--sequence=64",
+        "--world-size=16",
+    ]
+    command += ["--most-micro-batch=2", "--global-batch=64", f"--format={trainer}", f"--write={out}"]
+    done = subprocess.run(command, env=ENVIRONMENT, text=True, capture_output=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr
+    text = out.read_text()
+    if trainer == "accelerate":
+        read = pytest.importorskip("accelerate.commands.config.config_args").load_config_from_file(str(out))
+        assert (read.num_machines, read.num_processes, read.fsdp_config["fsdp_version"]) == (2, 16, 2)
+        assert read.fsdp_config["fsdp_transformer_layer_cls_to_wrap"] == "LlamaDecoderLayer"
+    else:
+        manager = pytest.importorskip("torchtitan.config.manager").ConfigManager()
+        options = [word for line in text.splitlines() if not line.startswith("#") for word in line.split()]
+        read = manager.parse_args(["--module", "llama3", "--config", "llama3_debugmodel", *options])
+        assert read.training.global_batch_size == 64 and read.parallelism.tensor_parallel_degree in (1, 2, 4, 8)
+        degrees = read.parallelism
+        both = degrees.data_parallel_replicate_degree * degrees.data_parallel_shard_degree
+        assert both * degrees.tensor_parallel_degree == 16
+
+
+def test_the_image_is_made_of_files_that_exist():
+    text = (RECIPES / "Dockerfile").read_text()
+    copied = dict(re.findall(r"^COPY (\S+) (\S+)$", text, re.MULTILINE))
+    assert copied and all((ROOT / source).exists() for source in copied)
+    for path in re.findall(r"/src/packages/\w+", text):
+        assert (ROOT / path.removeprefix("/src/") / "pyproject.toml").exists()
+
+
+@pytest.mark.daily(model=["llama"])
+@pytest.mark.parametrize("model", ["llama", "qwen-moe"])
+@pytest.mark.parametrize("loop", ["plain", "accelerate", "trainer"])
+def test_each_loop_pretrains_and_fine_tunes(loop: str, model: str, tmp_path: Path):
+    pytest.importorskip("peft")
+    base = tmp_path / "base"
+    first = losses("--model", RECIPES / f"{model}-tiny.json", "--loop", loop, "--out", base)
+    assert first[-1] < first[0]
+    tuned = losses("--weights", base, "--task=full", "--loop", loop, "--out", tmp_path / "full", "--lr=1e-3")
+    assert tuned[-1] < first[-1]
+    lora = losses("--weights", base, "--task=lora", "--loop", loop, "--out", tmp_path / "lora")
+    assert lora[-1] < first[-1]
+    assert (tmp_path / "lora" / "adapter_model.safetensors").exists()
+    assert (tmp_path / "full" / "model.safetensors").exists()
