@@ -466,7 +466,7 @@ def test_no_wait_ends_before_the_peer_has_what_it_needs(rank: int, world_size: i
 
 @on_ranks(1)
 def test_a_table_of_any_size_arrives(rank: int, world_size: int) -> None:
-    """Its message is longer than what a socket holds; it goes in pieces while the receiver reads."""
+    """Its message is longer than the buffer of a socket; it goes in pieces while the receiver reads."""
     sender, receiver = _pair(5.0)
     values = segment.shared_copies([torch.full((1,), float(i)) for i in range(20_000)])
     operation = sender.post(Channel.GATHER, Table("block", values))
