@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import shardkit.core as ours
+from shardkit.core.beyond import offload_activations
 from tests.simulation.device import Stream
 from tests.simulation.model import BlockSpec
 from tests.simulation.races import Checker
@@ -181,6 +182,18 @@ def _two_forwards(run: Run) -> None:
         loss.backward()
 
 
+def _half_a_backward(run: Run) -> None:
+    """Backward ends in the middle: what has come back for the block before is dropped unread."""
+    middle: list[torch.Tensor] = []
+    handle = run.model.blocks[3].register_forward_hook(lambda block, args, output: middle.append(output))
+    loss = run.model(torch.zeros(4, device="sim")).sum()
+    handle.remove()
+    torch.autograd.grad(loss, middle)
+    middle.clear()
+    del loss
+    torch.zeros(4, device="sim")
+
+
 def _interrupted(run: Run) -> None:
     whole_step(run)
     optimize(run)
@@ -244,6 +257,14 @@ def _budget(model: Any) -> None:
 
 def _depth(model: Any) -> None:
     model.set_prefetch_depth(3)
+
+
+def _activations(model: Any) -> None:
+    offload_activations(model, min_bytes=0)
+
+
+def _all_activations(model: Any) -> None:
+    offload_activations(model, min_bytes=0, keep=0)
 
 
 def _in_backward(model: Any) -> None:
@@ -354,6 +375,13 @@ CONFIGURATIONS: list[Configuration] = [
     configuration("CPU offload, bf16", offload={}, mixed=True),
     configuration("CPU offload, accumulation", offload={}, step=accumulating),
     configuration("CPU offload, not pinned", offload={"pin_memory": False}),
+    configuration("activations on the host", prepare=_activations, on_stock=False),
+    configuration("activations on the host, two forwards", prepare=_activations, step=_two_forwards, on_stock=False),
+    configuration("activations on the host, side stream", prepare=_activations, step=_on_a_side_stream, on_stock=False),
+    configuration("activations on the host, all of them", prepare=_all_activations, on_stock=False),
+    configuration(
+        "activations on the host, half a backward", prepare=_all_activations, step=_half_a_backward, on_stock=False
+    ),
     configuration("optimizer in backward", prepare=_in_backward),
     configuration("optimizer in backward, HSDP", prepare=_in_backward, replicas=2),
     configuration("optimizer in backward, HSDP, not the last", prepare=_in_backward, replicas=2, step=_not_the_last),

@@ -29,7 +29,7 @@ from torch.distributed.fsdp import OffloadPolicy as StockOffloadPolicy
 from torch.distributed.fsdp import UnshardHandle as StockUnshardHandle
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils.hooks import RemovableHandle
 
 __all__ = [
@@ -63,6 +63,7 @@ __all__ = [
     "is_leaf_or_view",
     "is_plain",
     "is_replicated",
+    "is_traceable_wrapper_subclass",
     "foreach_norm",
     "guard_stock_states",
     "hook_innermost",
@@ -95,6 +96,7 @@ __all__ = [
     "set_grad_enabled",
     "take_meaning",
     "timeout_of",
+    "top_saved_tensors_hooks",
     "transforms_active",
     "unwrapped",
     "version_of",
@@ -297,6 +299,11 @@ current_backward: Callable[[], int] = torch._C._current_graph_task_id
 def in_backward() -> bool:
     """Whether this thread is running a backward."""
     return current_backward() != -1
+
+
+def top_saved_tensors_hooks() -> Any:
+    """The pack and unpack hooks that `saved_tensors_hooks` has put in force for this thread, None if there are none."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 queue_end_of_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
