@@ -3,7 +3,7 @@
 import math
 import re
 import warnings
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -95,6 +95,19 @@ def check_norm_and_scale(rank, world_size, norm_type):
 def test_norm_and_scale(world_size, norm_type):
     norms = run_ranks(world_size, check_norm_and_scale, norm_type)
     assert len(set(norms)) == 1
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+def test_plain_gradients_of_each_rank(rank, world_size, norm_type):
+    """Experts, of which each rank has its own: only this rank's are in its norm."""
+    parameters = sharded_parameters(rank_mesh((world_size,), ("shard",)), full_grads())
+    parameters["plain"].grad += 10 * rank
+    text = r"plain parameters \(plain, .*gradients differ.*DTensor\.from_local"
+    with pytest.warns(UserWarning, match=text) if rank == 0 or norm_type == 2 else nullcontext():  # it has the maximum
+        clip_grad_norm_(parameters.items(), 0.5, norm_type)
+    with warnings.catch_warnings(action="error"):  # once, as the host waits for the comparison
+        clip_grad_norm_(parameters.items(), 0.5, norm_type)
 
 
 @on_ranks(2)

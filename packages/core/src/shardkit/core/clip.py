@@ -10,13 +10,15 @@ The parameters, not their gradients, decide which all-reduces run: a rank withou
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardkit.core.engine.group import FSDPParamGroup
 from shardkit.core.mesh import device_of
@@ -24,6 +26,10 @@ from shardkit.core.parameters.param import sharded_counterpart
 from shardkit.core.torch_compat import foreach_norm, foreach_scale_, local_of
 
 __all__ = ["clip_grad_norm_", "grad_norm"]
+
+# The first of plain parameters whose norms were compared, and how many: once, as the host waits for it. Their norms are
+# summed over ranks in each call: what ranks exchange must not depend on what one of them remembers.
+_compared: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 Parameters = torch.Tensor | Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 
@@ -102,7 +108,16 @@ def grad_norm(
     plan = _Plan.of(distinct)
     with torch.no_grad():
         parts = [_measure(bucket, norm_type, plan, foreach) for bucket in plan.buckets]
+        plain = [index for index, bucket in enumerate(plan.buckets) if bucket.plain is not None and plan.groups]
+        own = [parts[index] for index in plain]
+        plan.buckets += [replace(plan.buckets[index], groups=tuple(plan.groups)) for index in plain]
+        parts += own
         plan.reduce(parts, dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM)
+        for mine in reversed(own):
+            bucket, summed = plan.buckets.pop(), parts.pop()
+            if _compared.get(bucket.plain) != len(bucket.entries):
+                _compared[bucket.plain] = len(bucket.entries)
+                _warn_of_own_gradients(bucket, mine, summed, norm_type)
         norm = _combine(parts, norm_type, plan)
         if error_if_nonfinite and not bool(norm.isfinite()):
             raise RuntimeError(_nonfinite_message(plan, norm, norm_type))
@@ -116,6 +131,7 @@ class _Bucket:
     groups: tuple[tuple[int, ...], ...]  # the ranks of each process group to reduce over
     device: torch.device  # where the partial result is kept
     entries: list[tuple[str, torch.Tensor | None]] = field(default_factory=list)  # name, local gradient
+    plain: torch.Tensor | None = None  # the first of plain parameters
 
     def grads(self) -> list[torch.Tensor]:
         return [grad for _, grad in self.entries if grad is not None and grad.numel()]
@@ -150,7 +166,7 @@ class _Plan:
                 device = device or home
             if key not in buckets:
                 ranks = tuple(_group_of(mesh, axis, groups) for axis in axes)
-                buckets[key] = _Bucket(ranks, home)
+                buckets[key] = _Bucket(ranks, home, plain=None if isinstance(parameter, DTensor) else parameter)
             buckets[key].entries.append((name, _local_grad(name, parameter)))
         wide = any(parameter.dtype in (torch.float64, torch.complex128) for _, parameter in parameters)
         if device is None:
@@ -195,6 +211,20 @@ def _norms(grads: list[torch.Tensor], norm_type: float, dtype: torch.dtype, fore
     if foreach:
         return list(foreach_norm(grads, norm_type, dtype))
     return [torch.linalg.vector_norm(grad, norm_type, dtype=dtype) for grad in grads]
+
+
+def _warn_of_own_gradients(bucket: _Bucket, mine: torch.Tensor, summed: torch.Tensor, norm_type: float) -> None:
+    """Warns if plain gradients of this rank are not those of the others, whose sum or maximum is `summed`."""
+    copies = 1 if math.isinf(norm_type) else math.prod(map(len, bucket.groups))
+    if bucket.grads() and not torch.allclose(mine.to(summed.device) * copies, summed, rtol=1e-4, equal_nan=True):
+        name = next(name for name, grad in bucket.entries if grad is not None)
+        warnings.warn(
+            f"the norm of gradients takes plain parameters ({name}, ...) to be the same on every rank, and their "
+            "gradients differ, so the norm is too small and each rank clips by another one. Reduce their gradients "
+            "first; make parameters of which each rank has its own, such as experts, DTensors: "
+            "DTensor.from_local(tensor, mesh, [Shard(0)])",
+            stacklevel=4,
+        )
 
 
 def _combine(parts: list[torch.Tensor], norm_type: float, plan: _Plan) -> torch.Tensor:
