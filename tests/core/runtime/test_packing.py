@@ -29,7 +29,7 @@ def layouts(draw: st.DrawFn) -> list[ChunkLayout]:
 
 
 def _rows(packing: Packing, buffer: Tensor) -> Sequence[Tensor]:
-    return buffer.split_with_sizes(packing.slots.sizes())
+    return list(buffer.view(packing.world_size, packing.row_numel))
 
 
 def _strided_whole(layout: ChunkLayout, dtype: torch.dtype, seed: int) -> Tensor:
@@ -38,7 +38,7 @@ def _strided_whole(layout: ChunkLayout, dtype: torch.dtype, seed: int) -> Tensor
     return base.permute(*reversed(range(base.ndim)))
 
 
-def _check_filled(packing: Packing, given: Sequence[ChunkLayout], wholes: list[Tensor], padded: bool) -> None:
+def _check_filled(packing: Packing, given: Sequence[ChunkLayout], wholes: list[Tensor]) -> None:
     backing = torch.full((5 + packing.numel,), torch.nan)
     packing.fill(backing[5:], wholes)  # a buffer that a user's allocation hands out may begin anywhere
     assert backing[:5].isnan().all()
@@ -46,33 +46,30 @@ def _check_filled(packing: Packing, given: Sequence[ChunkLayout], wholes: list[T
         expected = []
         for layout, tensor in zip(given, wholes, strict=True):
             chunk = chunk_of(tensor, layout, rank).float().reshape(-1)
-            room = layout.padded_local_numel if padded else chunk.numel()
-            expected.append(torch.cat([chunk, torch.zeros(room - chunk.numel())]))
+            expected.append(torch.cat([chunk, torch.zeros(layout.padded_local_numel - chunk.numel())]))
         assert torch.equal(row, torch.cat(expected)), rank
 
 
 @settings(deadline=None, max_examples=50)
-@given(layouts(), st.booleans(), st.sampled_from([F32, BF16]), st.booleans())
+@given(layouts(), st.sampled_from([F32, BF16]), st.booleans())
 def test_a_gradient_s_chunks_lie_in_the_rows_of_their_owners(
-    given: list[ChunkLayout], padded: bool, dtype: torch.dtype, dense: bool
+    given: list[ChunkLayout], dtype: torch.dtype, dense: bool
 ) -> None:
-    packing = pack(given, range(len(given)), [1] * len(given), padded=padded, aligned=False)
+    packing = pack(given, range(len(given)), [1] * len(given), aligned=False)
     make = (lambda one, dtype, seed: whole(one.shape, dtype, seed)) if dense else _strided_whole
     wholes = [make(layout, dtype, seed) for seed, layout in enumerate(given)]
     if packing is None:
         assert not any(layout.numel for layout in given)
         return
-    _check_filled(packing, given, wholes, padded)
+    _check_filled(packing, given, wholes)
 
 
 @settings(deadline=None, max_examples=50)
-@given(layouts(), st.booleans(), st.booleans())
-def test_what_all_ranks_write_comes_out_as_the_whole_tensors(
-    given: list[ChunkLayout], padded: bool, mixed: bool
-) -> None:
+@given(layouts(), st.booleans())
+def test_what_all_ranks_write_comes_out_as_the_whole_tensors(given: list[ChunkLayout], mixed: bool) -> None:
     dtypes = [(F32, BF16, F64)[seed % 3] if mixed else BF16 for seed in range(len(given))]
     widths = [dtype.itemsize if mixed else 1 for dtype in dtypes]
-    packing = pack(given, range(len(given)), widths, padded=padded, aligned=mixed)
+    packing = pack(given, range(len(given)), widths, aligned=mixed)
     if packing is None:
         return
     wholes = [whole(one.shape, dtype, seed) for seed, (one, dtype) in enumerate(zip(given, dtypes, strict=True))]
@@ -97,14 +94,14 @@ def test_what_all_ranks_write_comes_out_as_the_whole_tensors(
 def test_torch_s_operators_and_strided_views_agree(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """On CUDA columns with padding go through torch's operators; they give the same rows and the same tensors."""
     given = [ChunkLayout(shape, 0, world_size) for shape in ((7, 3), (32,), (1, 2), (16, 2), (0, 4))]
-    packing = pack(given, range(len(given)), [1] * len(given), padded=True, aligned=False)
+    packing = pack(given, range(len(given)), [1] * len(given), aligned=False)
     assert packing is not None
     assert packing.columns
     assert packing.gaps
     monkeypatch.setattr(module.Packing, "_as_matrix", lambda self, buffer: True)
     for dtype in (F32, BF16):
         wholes = [whole(layout.shape, dtype, seed) for seed, layout in enumerate(given)]
-        _check_filled(packing, given, wholes, padded=True)
+        _check_filled(packing, given, wholes)
     buffer, wholes = torch.empty(packing.numel), [whole(layout.shape, F32, seed) for seed, layout in enumerate(given)]
     packing.fill(buffer, wholes)
     flats = [torch.full((layout.padded_numel,), torch.nan) for layout in given]
@@ -119,7 +116,7 @@ def test_a_packing_takes_the_same_memory_for_any_number_of_ranks() -> None:
         counts = []
         for world_size in (64, 512, 4096):
             given = [ChunkLayout(shape, dim, world_size) for shape, dim in zip(shapes, dims, strict=True)]
-            packing = pack(given, range(len(given)), [1] * len(given), padded=True, aligned=False)
+            packing = pack(given, range(len(given)), [1] * len(given), aligned=False)
             assert packing is not None
-            counts.append(len(packing.blocks) + len(packing.gaps) + len(packing.slots.runs))
+            counts.append(len(packing.blocks) + len(packing.gaps))
         assert max(counts) <= 4 * len(shapes) + 1, counts

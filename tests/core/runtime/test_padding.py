@@ -27,7 +27,7 @@ class _Noting(C10dTransport):
 
     reduce_buffer = gather_buffer
 
-    def all_gather(self, buffers: Sequence[torch.Tensor], slots: Any, tag: int) -> Sequence[dist.Work]:
+    def all_gather(self, buffers: Sequence[torch.Tensor]) -> Sequence[dist.Work]:
         for buffer in buffers:
             self._note(buffer.view(self.world_size, -1)[self.rank])
         return ()
