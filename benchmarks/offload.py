@@ -1,0 +1,183 @@
+"""Training beyond memory, all ways in turn in one run: `python benchmarks/offload.py --directory DIR`.
+
+Two ranks of one thread each train copies of one GPT with AdamW under `CPUOffloadPolicy`, one copy in each of `WAYS`.
+A step begins with the optimizer, so that forward, under which the optimizer may run, belongs to the same step. The time
+of the slower rank counts. Ratios are medians of the ratios of a round, with the least and the most.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as stock
+from torch import multiprocessing
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import shardkit.core as ours
+from benchmarks.side_by_side.networks import GPT
+from shardkit.core.beyond import FileTier, offload_activations, overlap_step
+
+RANKS = 2
+FIRST_STEPS = 3
+"""They warm up, and their losses must agree."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """One row. `beside` is the row that lacks only what this one adds; losses agree (`exact`: to the bit)."""
+
+    name: str
+    beside: str
+    exact: bool = True
+    engine: ModuleType = ours
+    fused: bool = True
+    overlaps: bool = False
+    states_in_files: bool = False
+    activations_in_files: bool = False
+
+
+WAYS = (
+    Way("FSDP2", "FSDP2", engine=stock, fused=False),
+    Way("shardkit", "FSDP2", exact=False, fused=False),
+    Way("fused", "shardkit", exact=False),
+    Way("fused, overlapped", "fused", overlaps=True),
+    Way("fused, overlapped, states in files", "fused, overlapped", overlaps=True, states_in_files=True),
+    Way("fused, activations in files", "fused", activations_in_files=True),
+)
+
+
+@dataclass
+class Times:
+    """Of one way on one rank: seconds of `optimizer.step()` and of whole steps, and MiB in files."""
+
+    optimizer: list[float]
+    step: list[float]
+    in_files: float
+
+
+class Training:
+    """A model that is trained in one way on one batch, and has its first gradients."""
+
+    def __init__(self, way: Way, options: argparse.Namespace) -> None:
+        torch.manual_seed(0)
+        width, context = options.width, options.context
+        self.model = GPT(10 * width, context, width, max(1, width // 64), [4 * width] * 12)
+        mesh = dist.device_mesh.init_device_mesh("cpu", (RANKS,))
+        policy = way.engine.CPUOffloadPolicy(pin_memory=False)
+        for module in (*self.model.blocks, self.model):
+            way.engine.fully_shard(module, mesh=mesh, offload_policy=policy)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=way.fused or None)
+        if way.fused:
+            ours.optimizer_step_on_shards(self.optimizer)
+        states = 2 * sum(one.to_local().nbytes for one in self.model.parameters())
+        tier = FileTier(options.directory, states // 4) if way.states_in_files else None
+        if way.overlaps:
+            overlap_step(self.optimizer, states=tier)
+        self.states_in_files = states if way.states_in_files else 0
+        self.activations = None
+        if way.activations_in_files:
+            self.activations = offload_activations(self.model, min_bytes=2**16, directory=options.directory)
+        torch.manual_seed(1 + dist.get_rank())
+        tokens = torch.randint(10 * width, (options.batch, context + 1))
+        self.batch = tokens[:, :-1], tokens[:, 1:]
+        self.losses = [self._forward_backward()]
+
+    def _forward_backward(self) -> float:
+        loss = self.model(*self.batch)
+        loss.backward()
+        return loss.item()
+
+    def step(self) -> tuple[float, float]:
+        """Seconds of `optimizer.step()`, and of all."""
+        dist.barrier()
+        begin = time.perf_counter()
+        self.optimizer.step()
+        stepped = time.perf_counter()
+        self.optimizer.zero_grad()
+        self.losses.append(self._forward_backward())
+        return stepped - begin, time.perf_counter() - begin
+
+    @property
+    def in_files(self) -> float:
+        activations = 0 if self.activations is None else self.activations.host_bytes
+        return (self.states_in_files + activations) / 2**20
+
+
+def run(rank: int, options: argparse.Namespace, results: Any) -> None:
+    """One rank: all ways take turns."""
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", options.port, RANKS, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+    trainings = {way.name: Training(way, options) for way in WAYS}
+    for _ in range(FIRST_STEPS):
+        for training in trainings.values():
+            training.step()
+    for way in WAYS:
+        seen, expected = trainings[way.name].losses, trainings[way.beside].losses
+        tolerance = 0.0 if way.exact else 1e-4
+        torch.testing.assert_close(seen, expected, rtol=tolerance, atol=0.0, msg=f"{way.name}: {seen}, not {expected}")
+    rounds = [{name: training.step() for name, training in trainings.items()} for _ in range(options.rounds)]
+    found = {}
+    for name, training in trainings.items():
+        optimizer, step = zip(*(one[name] for one in rounds), strict=True)
+        found[name] = Times([*optimizer], [*step], training.in_files)
+    results.put(found)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def slowest(ranks: list[Times]) -> Times:
+    """The times of the slower rank in each round."""
+    optimizer = map(max, zip(*(one.optimizer for one in ranks), strict=True))
+    step = map(max, zip(*(one.step for one in ranks), strict=True))
+    return Times([*optimizer], [*step], max(one.in_files for one in ranks))
+
+
+def ratio(seen: list[float], beside: list[float]) -> str:
+    ratios = [one / other for one, other in zip(seen, beside, strict=True)]
+    return f"{statistics.median(ratios):.2f} [{min(ratios):.2f}-{max(ratios):.2f}]"
+
+
+def rows(times: dict[str, Times]) -> Iterator[str]:
+    for way in WAYS:
+        own, beside = times[way.name], times[way.beside]
+        milliseconds = [f"{statistics.median(one) * 1e3:.0f}" for one in (own.optimizer, own.step)]
+        compared = [way.beside, ratio(own.optimizer, beside.optimizer), ratio(own.step, beside.step)]
+        if way.beside == way.name:
+            compared = ["", "", ""]
+        yield f"| {' | '.join((way.name, *milliseconds, *compared, f'{own.in_files:.0f}'))} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--width", type=int, default=768, help="of 12 blocks; 768 makes 97 M parameters")
+    parser.add_argument("--context", type=int, default=256, help="tokens of a sequence")
+    parser.add_argument("--batch", type=int, default=1, help="sequences of a rank")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--directory", default=tempfile.gettempdir(), help="for the files; on a disk, not in memory")
+    options = parser.parse_args()
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    options.port = store.port
+    results = multiprocessing.get_context("spawn").SimpleQueue()
+    multiprocessing.spawn(run, (options, results), RANKS)
+    found: list[dict[str, Times]] = [results.get() for _ in range(RANKS)]
+    print("| way | optimizer, ms | whole step, ms | beside | optimizer | whole step | MiB in files |")
+    print("|---|---|---|---|---|---|---|")
+    for row in rows({way.name: slowest([rank[way.name] for rank in found]) for way in WAYS}):
+        print(row)
+
+
+if __name__ == "__main__":
+    main()
