@@ -43,6 +43,8 @@ class Settings:
     seed: int
     precision: str
     reshard_after_forward: bool
+    offload: str
+    resident: int
     val_every: int
     save_every: int
     sample: int
@@ -160,6 +162,21 @@ def parser() -> argparse.ArgumentParser:
         help="free each block's gathered parameters after its forward and gather them again in backward: less memory, "
         "more communication",
     )
+    add(
+        "--offload",
+        choices=("none", "step", "files", "activations"),
+        default="none",
+        help="step: weights and optimizer are in the host's memory, and the optimizer steps while the next forward "
+        "computes; files: besides, its state lies in files below --out; activations: what forward saves for backward "
+        "waits on the host (on the CPU: in files below --out). The losses are the same",
+    )
+    add(
+        "--resident",
+        type=whole(1),
+        default=1024,
+        metavar="MIB",
+        help="with --offload files: state that each process keeps in memory; a block's must fit",
+    )
     add("--val-every", type=whole(1), default=50, metavar="N", help="steps between validations on held-out text")
     add(
         "--save-every", type=whole(1), default=100, metavar="N", help="steps between checkpoints; the last two are kept"
@@ -208,4 +225,8 @@ def parse(argv: Sequence[str]) -> Settings:
         raise UserError(f"--tp {values['tp']} must divide --heads {model.heads}: each process computes whole heads")
     if values["optimizer"] == "muon" and values["tp"] > 1:
         raise UserError("--optimizer muon needs whole matrices and --tp cuts them: leave --tp at 1")
+    if values["optimizer"] == "muon" and values["offload"] in ("step", "files"):
+        raise UserError(
+            f"--offload {values['offload']} needs an optimizer that updates each element by itself: use adamw"
+        )
     return Settings(model=model, data=tuple(values.pop("data")), **values)

@@ -25,13 +25,16 @@ from processes import failing_together, local_device, process_group, total
 from report import Report
 from settings import Settings, parse
 from shardkit.core import (
+    CPUOffloadPolicy,
     MixedPrecisionPolicy,
+    OffloadPolicy,
     Owned,
     clip_grad_norm_,
     fully_shard,
     optimizer_step_on_shards,
     placements_for,
 )
+from shardkit.core.beyond import FileTier, offload_activations, overlap_step
 from shardkit.core.checkpoint import CheckpointManager, TrainingState
 
 
@@ -78,6 +81,7 @@ def train(settings: Settings, device: torch.device, corpus: Corpus, found: check
     with failing_together():
         if found is None and not checkpointing.restarted():
             checkpointing.make_way(settings.out)
+    offload(settings, device, model, optimizers)
     manager = CheckpointManager(settings.out / "checkpoints", keep=checkpointing.KEPT, every=settings.save_every)
     state = TrainingState(model, optimizers)
     with failing_together():
@@ -151,12 +155,30 @@ def build_model(settings: Settings, device: torch.device, mesh: DeviceMesh) -> G
     # Muon needs whole matrices: each lies on one rank, which alone updates it. AdamW is content with rows.
     choose = placements_for(model, torch.optim.Muon if settings.optimizer == "muon" else torch.optim.AdamW)
     reshard = settings.reshard_after_forward
+    on_host = settings.offload in ("step", "files")
+    place = CPUOffloadPolicy(pin_memory=device.type == "cuda") if on_host else OffloadPolicy()
+    options = {"mesh": data, "mp_policy": policy, "offload_policy": place}
     for block in model.blocks:
-        fully_shard(block, mesh=data, mp_policy=policy, reshard_after_forward=reshard, shard_placement_fn=choose)
-    fully_shard(model, mesh=data, mp_policy=policy)
-    model.to_empty(device=device)
+        fully_shard(block, reshard_after_forward=reshard, shard_placement_fn=choose, **options)
+    fully_shard(model, **options)
+    model.to_empty(device="cpu" if on_host else device)
+    model.cos, model.sin = model.cos.to(device), model.sin.to(device)  # only parameters are offloaded
     model.reset_parameters(settings.seed)
     return model
+
+
+def offload(settings: Settings, device: torch.device, model: GPT, optimizers: list[torch.optim.Optimizer]) -> None:
+    """Follow --offload, besides the place of the parameters, which `build_model` has chosen."""
+    files = settings.out / "offload"
+    if settings.offload in ("step", "files"):
+        tier = FileTier(files, settings.resident * 2**20) if settings.offload == "files" else None
+        for optimizer in optimizers:
+            overlap_step(optimizer, states=tier)
+    if settings.offload == "activations" and device.type == "cpu":
+        files.mkdir(exist_ok=True)
+        offload_activations(model, min_bytes=2**10, directory=files)  # small ones as well: it only shows how
+    elif settings.offload == "activations":
+        offload_activations(model)
 
 
 def build_optimizers(model: GPT, settings: Settings) -> list[torch.optim.Optimizer]:

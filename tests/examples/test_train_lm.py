@@ -233,6 +233,17 @@ def test_muon_learns_and_resumes_on_any_number_of_processes(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("what", ["step", "files", "activations"])
+def test_offload_changes_nothing(finished: Path, broken_off: Path, text: Path, tmp_path: Path, what: str) -> None:
+    """A run without offload goes on with it: the same bits."""
+    run_job(*SMALL, "--offload", what, "--nproc", "2", "--data", text, "--out", broken_off, "--resume")
+    assert (broken_off / "offload").is_dir() is (what != "step")
+    assert losses(broken_off) == losses(finished)
+    seen, expected = (weights(run / "checkpoints" / "step-000006", tmp_path) for run in (broken_off, finished))
+    assert [name for name in expected if not torch.equal(expected[name], seen[name])] == []
+
+
+@pytest.mark.slow
 def test_tensor_parallelism_changes_nothing(finished: Path, broken_off: Path, text: Path, tmp_path: Path) -> None:
     """A run of two processes goes on as one of 2x2: the same losses, and a checkpoint of the same values."""
     printed = run_job(*SMALL, "--tp", "2", "--data", text, "--out", broken_off, "--resume")
@@ -290,6 +301,7 @@ def test_an_error_on_one_rank_ends_all_and_is_printed_once(tmp_path: Path) -> No
         (["--tp", "4", "--nproc", "4"], "--tp 4 must divide --heads 6"),
         (["--tp", "2", "--nproc", "3"], "--tp 2 must divide --nproc 3"),
         (["--tp", "2", "--optimizer", "muon"], "--optimizer muon needs whole matrices"),
+        (["--offload", "step", "--optimizer", "muon"], "--offload step needs an optimizer that updates each element"),
         (["--precision", "fp8"], "argument --precision: invalid choice: 'fp8'"),
         (["--stpes", "3"], "unrecognized arguments: --stpes 3"),
     ],
