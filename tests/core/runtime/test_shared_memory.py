@@ -97,6 +97,7 @@ def _leaves_nothing(rank: int, world_size: int) -> tuple[int, int, int]:
     for _ in range(2):
         _step(model, 64)
     assert segment._segments
+    dist.barrier()  # what the peer reads of the last operation is kept until it has read that
     del model
     dist.barrier()
     return len(segment._segments), _mappings(), _descriptors("memfd:shardkit")

@@ -198,14 +198,14 @@ def test_the_size_of_memory_files_is_sealed() -> None:
     assert seals & fcntl.F_SEAL_SHRINK
     assert seals & fcntl.F_SEAL_GROW
     assert seals & fcntl.F_SEAL_SEAL
-    assert Mapping(memory.fd).tensor(0, 4096, torch.uint8).sum() == 0
+    assert Mapping(memory.path).tensor(0, 4096, torch.uint8).sum() == 0
 
 
 def test_memory_that_could_shrink_is_refused(tmp_path: Path) -> None:
     fd = segment.memory_file("unsealed")
     os.ftruncate(fd, 4096)
     with pytest.raises(ConnectionError, match="not sealed"):
-        Mapping(fd)
+        Mapping(segment.path_of(fd))
     os.close(fd)
     with (tmp_path / "file").open("w+b") as file, pytest.raises(ConnectionError, match="not sealed"):
-        Mapping(file.fileno())
+        Mapping(str(file.name))
