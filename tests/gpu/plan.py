@@ -48,7 +48,10 @@ def _as_stock(cases: Sequence[tuple[Any, ...]], function: str = "right:parity") 
 
 
 _PLACED = Check("Owned and Blocks", "right:placed")
-_RACES = tuple(Check(f"races, {name}", "right:races", (name,)) for name in ("fp32", "bf16", "kept", "HSDP", "offload"))
+_RACES = tuple(
+    Check(f"races, {name}", "right:races", (name,))
+    for name in ("fp32", "bf16", "kept", "HSDP", "offload", "overlapped", "activations")
+)
 _STEPS = (
     Check("a bf16 step", "right:first_step", limit=60),
     Check("a step never waits", "right:never_waits", limit=60),
@@ -67,7 +70,7 @@ _GRAPHS = tuple(
     for engine, kept in (("ours", False), ("ours", True), ("stock", False))
 )
 _TOOLS = (Check("machine", "tools:machine"), Check("estimates", "tools:estimates"))
-_OFFLOAD = (Check("bandwidth", "offload:bandwidth"), Check("hidden", "offload:hidden"))
+_OFFLOAD = tuple(Check(name, f"offload:{name}") for name in ("bandwidth", "hidden", "overlapped", "activations"))
 
 
 def jobs(facts: dict[str, Any]) -> list[Job]:
@@ -85,7 +88,7 @@ def jobs(facts: dict[str, Any]) -> list[Job]:
         Job("speed", "rank of 2", (*_SPEED, *_PROFILES), 70, "mirror", 2, quiet=True),
         Job("graphs", "rank of 2", _GRAPHS, 35, "mirror", 2, quiet=True),
         Job("tools", "this machine", _TOOLS, 40, "none", quiet=True),
-        Job("offload", "rank of 2", _OFFLOAD, 35, "mirror", 2, quiet=True),
+        Job("offload", "rank of 2", _OFFLOAD, 70, "mirror", 2, quiet=True),
     ]
 
 
@@ -100,7 +103,7 @@ def _on_cpu() -> list[Job]:
         Job("speed", "one rank", (_SPEED[0], _PROFILES[0]), 70),  # for an estimate to compare with
         Job("graphs", "rank of 2", _GRAPHS, 70, "mirror", 2),
         Job("tools", "this machine", _TOOLS, 70, "none"),
-        Job("offload", "rank of 2", _OFFLOAD, 70, "mirror", 2),
+        Job("offload", "rank of 2", _OFFLOAD, 200, "mirror", 2),
     ]
 
 

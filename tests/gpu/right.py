@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardkit.core as ours
+from shardkit.core.beyond import offload_activations, overlap_step
 from tests.gpu.training import ENGINES, NETWORKS, inputs, layers, synchronize, trainer
 from tests.gpu.worlds import ON_CPU, Mirror, Place, Skip, needs_gpu
 from tests.support import meshes
@@ -176,7 +177,10 @@ def _locals(model: nn.Module) -> list[torch.Tensor]:
 
 
 def races(place: Place, name: str) -> None:
-    """Training while one kind of stream is late has the same bits as training without."""
+    """Training while one kind of stream is late has the same bits as training without.
+
+    "overlapped" and "activations" are compared with training that offloads shards, or nothing.
+    """
     options: dict[str, Any] = {"mesh": place.mesh()}
     if name == "bf16":
         options["mp_policy"] = ours.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -184,10 +188,10 @@ def races(place: Place, name: str) -> None:
         options["reshard_after_forward"] = False
     if name == "HSDP":
         options["mesh"] = place.mesh(place.world, 1, names=("replicate", "shard"))
-    if name == "offload":
+    if name in ("offload", "overlapped"):
         options["offload_policy"] = ours.CPUOffloadPolicy(pin_memory=not ON_CPU)
 
-    def trained(**delays: int) -> list[torch.Tensor]:
+    def trained(plain: bool = False, **delays: int) -> list[torch.Tensor]:
         model = layers(ours, count=6, **options)
         for layer in model:
             layer.up.register_forward_pre_hook(lambda *_: _late())
@@ -195,6 +199,11 @@ def races(place: Place, name: str) -> None:
                 lambda module, given, output: output.register_hook(lambda _: _late()) and None
             )
         optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+        offload = None
+        if name == "overlapped" and not plain:
+            overlap_step(optimizer)
+        if name == "activations" and not plain:
+            offload = offload_activations(model, min_bytes=1, directory=place.directory if ON_CPU else None)
         Mirror.delays = delays
         try:
             for step in range(4):
@@ -202,13 +211,14 @@ def races(place: Place, name: str) -> None:
         finally:
             Mirror.delays = {}
         synchronize()
+        assert offload is None or offload.host_bytes, "nothing was moved"
         return _locals(model)
 
-    expected = trained()
-    needs_gpu()
-    for kind in ("compute", "gather", "reduce"):
+    expected = trained(plain=True)
+    for kind in ("none", "compute", "gather", "reduce"):
         same = [torch.equal(seen, own) for seen, own in zip(trained(**{kind: _CYCLES}), expected, strict=True)]
-        assert all(same), f"{same.count(False)} of {len(same)} parameters differ where the stream to {kind} is late"
+        assert all(same), f"{same.count(False)} of {len(same)} parameters differ; late stream: {kind}"
+        needs_gpu()
 
 
 def _late() -> None:
