@@ -604,6 +604,18 @@ def test_shards_are_contiguous_where_they_are_not_moved_to_shared_memory(rank: i
     assert torch.equal(local, half)
 
 
+@on_ranks(1, 2)
+def test_shards_stay_contiguous_in_channels_last(rank: int, world_size: int) -> None:
+    """Gradients are contiguous, and fused optimizers take the strides of a parameter for those of its gradient."""
+    convolution = shardkit.fully_shard(nn.Conv2d(3, 6, (3, 2)), mesh=rank_mesh((world_size,)))
+    before = convolution.weight.to_local().clone()
+    convolution.to(memory_format=torch.channels_last)
+    convolution(torch.zeros(1, 3, 4, 4))
+    convolution.reshard()
+    assert convolution.weight.to_local().is_contiguous()
+    assert torch.equal(convolution.weight.to_local(), before)
+
+
 # -- named mesh axes ---------------------------------------------------------------------------------------------------
 
 

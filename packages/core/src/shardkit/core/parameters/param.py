@@ -66,6 +66,7 @@ from shardkit.core.runtime.storage import (
 from shardkit.core.stock_names import PARAM_NAMES, answers_stock_names
 from shardkit.core.torch_compat import (
     has_gradient_hooks,
+    is_plain,
     lies_like,
     like_dtensor,
     local_of,
@@ -220,6 +221,8 @@ class FSDPParam:
                 f"parameter '{self.fqn}' was cast from {self.orig_dtype} to {local.dtype} while a gradient of it waits "
                 "for HSDP's all-reduce; call synchronize_gradients() or zero_grad() of the sharded module before a cast"
             )
+        if is_plain(local):  # as fully_shard makes them: kernels of fused optimizers take no other strides than theirs
+            local = local.contiguous()
         if self.pinned and local.device.type == "cpu" and not local.is_pinned():
             local = local.pin_memory()
         local = self.form.local(local)
