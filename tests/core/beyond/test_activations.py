@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 from shardkit.core import MixedPrecisionPolicy, fully_shard
@@ -392,6 +393,52 @@ def test_parameters_stay_and_tensors_saved_twice_move_once(
     with pytest.MonkeyPatch.context() as patch:
         # The input of each block, and its square: 512 numbers each. Weights would be 65,536.
         assert moved(model, patch, tmp_path, x) == 2 * 2 * 2 * 256 * 4
+
+
+class Odd(nn.Module):
+    """Has a parameter without memory yet, a sparse buffer, and a parameter that consists of two tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lazy = nn.LazyLinear(WIDTH)
+        self.register_buffer("neighbours", torch.eye(SEQUENCE).to_sparse())
+        self.two = nn.Parameter(TwoTensor(torch.eye(WIDTH), torch.eye(WIDTH)), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sparse.mm(self.neighbours, torch.tanh(self.lazy(x))) @ self.two.a
+
+
+class Ragged(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.gelu(self.linear(self.norm(x))) * x
+
+
+def odd(model: nn.Module) -> Tensor:
+    return model(torch.ones(SEQUENCE, WIDTH))
+
+
+def ragged(model: nn.Module) -> Tensor:
+    parts = [torch.ones(length, WIDTH) for length in (3, 5)]
+    return model(torch.nested.nested_tensor(parts, layout=torch.jagged)).values()
+
+
+@pytest.mark.parametrize(("block", "run"), [(Odd, odd), (Ragged, ragged)])
+def test_tensors_that_are_not_plain(tmp_path: Path, block: type[nn.Module], run: Callable[..., Tensor]) -> None:
+    found = []
+    for moves in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(block() for _ in range(3)))
+        offload = offload_activations(model, directory=tmp_path, min_bytes=0) if moves else None
+        run(model).sum().backward()
+        found.append([one.grad for one in model.parameters() if one.requires_grad])
+    assert offload is not None
+    assert offload.host_bytes
+    assert all(map(torch.equal, *found))
 
 
 def test_what_ends_early_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -637,7 +637,8 @@ class ActivationOffload:
         if isinstance(base, nn.Parameter) or kinds != {torch.Tensor}:
             return _Saved(tensor, self._forward)
         for name, part in parts.items():
-            if isinstance(part, torch.Tensor):
+            # Nested tensors with other offsets, even equal ones, are not of one shape: integers stay what they are.
+            if isinstance(part, torch.Tensor) and part.is_floating_point():
                 parts[name] = self._save(self._forward, part)
         return _Wrapped(tensor, parts, meta)
 
@@ -662,4 +663,9 @@ def _addresses(module: nn.Module) -> set[int]:
     """Where the parameters and buffers of a module lie."""
     held = itertools.chain(module.parameters(), module.buffers())
     plain = (local_of(tensor) if isinstance(tensor, DTensor) else tensor for tensor in held)
-    return {tensor.untyped_storage().data_ptr() for tensor in plain}
+    # Others have no memory of their own: lazy ones have none yet, sparse and quantized ones consist of several tensors.
+    return {
+        tensor.untyped_storage().data_ptr()
+        for tensor in plain
+        if type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
+    }
