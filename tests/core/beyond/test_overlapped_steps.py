@@ -5,11 +5,13 @@ In most tests a job runs as late as it can, when somebody waits for it: whoever 
 
 import contextlib
 import copy
+import gc
 import io
 import os
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from shardkit.core.beyond import overlap_step, steps
 from shardkit.core.checkpoint import CheckpointManager
 from shardkit.core.engine.group import FSDPParamGroup
 from shardkit.core.parameters.param import sharded_counterpart
+from shardkit.core.torch_compat import held_local
 from tests.core.checkpoint.trainee import ElasticLoader, Trainee, differences
 from tests.core.optimizer_steps.placed_training import ELEMENTWISE, Layers, assert_same, loss_of
 from tests.support import on_ranks, rank_mesh, run_ranks
@@ -377,6 +380,21 @@ def test_an_error_reaches_whoever_waits_once(rank: int, world_size: int, touch: 
 
 
 @on_ranks(1)
+def test_the_last_step_holds_no_model(rank: int, world_size: int) -> None:
+    with late():
+        model = _sharded_layers(world_size)
+        optimizer = torch.optim.AdamW(model.parameters())
+        overlap_step(optimizer)
+        loss_of(model, rank, 0).backward()
+        optimizer.step()
+        last, gradient, seen = model.layers[3].bias, model.layers[3].bias.grad, weakref.ref(model.layers[0].weight)
+        del model, optimizer
+        gc.collect()
+        assert seen() is None
+        assert last.isfinite().all() and gradient.isfinite().all()
+
+
+@on_ranks(1)
 def test_other_optimizers_are_refused(rank: int, world_size: int) -> None:
     class Mine(torch.optim.AdamW):
         pass
@@ -390,14 +408,23 @@ def test_other_optimizers_are_refused(rank: int, world_size: int) -> None:
 def _forked(rank: int, world_size: int) -> None:
     pair = Pair(world_size)
     with late():
-        pair.step(rank, 0)
-        child = os.fork()
-        if not child:
-            os._exit(any(type(one) is not DTensor for one in pair.models[0].parameters()))
-        assert os.waitpid(child, 0)[1] == 0
+        for number in range(2):
+            pair.step(rank, number)
+            child = os.fork()
+            if not child:
+                held = ([held_local(one) for one in model.parameters()] for model in pair.models)
+                os._exit(not all(map(torch.equal, *held)))
+            assert os.waitpid(child, 0)[1] == 0
+            loss_of(pair.models[0], rank, 9).backward()
+        pair.optimizers[0].state[pair.models[0].layers[2].weight]["exp_avg"] = torch.zeros(3)
+        pair.optimizers[0].step()
+        if not os.fork():
+            os._exit(0)
+        with pytest.raises(RuntimeError, match=r"step of 'layers\.2\.weight' failed"):
+            pair.models[0].state_dict()
 
 
-def test_a_fork_waits() -> None:
+def test_a_fork_waits_and_leaves_errors_to_readers() -> None:
     run_ranks(1, _forked, isolated=True)
 
 

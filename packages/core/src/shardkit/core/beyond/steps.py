@@ -353,8 +353,14 @@ def _wait_for_all() -> None:
         steps.wait()
 
 
+def _wait_before_a_fork() -> None:
+    for steps in list(_overlapped):
+        for job in list(steps._jobs):
+            job.future.exception()  # no `wait`: what this hook raises is only printed, and the error is for a reader
+
+
 @cache
 def _wait_at_the_end() -> None:
     """Makes the end of the program, which runs all jobs, report their errors; and a fork wait, which has no thread."""
     atexit.register(_wait_for_all)
-    os.register_at_fork(before=_wait_for_all, after_in_child=_forget_worker)
+    os.register_at_fork(before=_wait_before_a_fork, after_in_child=_forget_worker)

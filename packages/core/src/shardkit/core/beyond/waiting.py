@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -26,21 +27,21 @@ from shardkit.core.torch_compat import held_local, replace_local
 
 __all__ = ["WaitingState", "give_back", "make_wait"]
 
-_waits: dict[int, Callable[[], None]] = {}
-"""The function that readers call, by the id of the tensor; the caller of `make_wait` holds the tensor."""
+_WAIT = "_shardkit_wait"
+"""Attribute: a weak reference to the function that readers call, which holds a model and its optimizer."""
 
 
 def make_wait(tensors: Iterable[DTensor], wait: Callable[[], None]) -> None:
-    """Makes readers of these tensors call `wait`, which gives them back."""
+    """Makes readers of these tensors call `wait`, which gives them back; the caller holds it until then."""
     for tensor in tensors:
-        _waits[id(tensor)] = wait
+        tensor.__dict__[_WAIT] = weakref.ref(wait)
         tensor.__class__ = _waiting_kind(type(tensor))
 
 
 def give_back(tensors: Iterable[DTensor]) -> None:
     """Ends `make_wait`."""
     for tensor in tensors:
-        if _waits.pop(id(tensor), None) is not None:
+        if tensor.__dict__.pop(_WAIT, None) is not None:
             tensor.__class__ = type(tensor).__mro__[2]
 
 
@@ -65,8 +66,12 @@ class _Waiting:
         return func(*args, **(kwargs or {}))
 
 
-def _wait_for(tensor: object) -> None:
-    _waits[id(tensor)]()
+def _wait_for(tensor: Any) -> None:
+    wait = tensor.__dict__[_WAIT]()
+    if wait is None:  # model and optimizer are gone, and so is the step: its thread holds it until it has ended
+        give_back([tensor])
+    else:
+        wait()
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
