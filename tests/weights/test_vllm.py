@@ -7,12 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.weights.processes import TIMEOUT, Other, free_address
 
 pytest.importorskip("vllm", reason="needs vLLM: hatch run vllm:test")
 
+from transformers import AutoConfig, AutoModelForCausalLM
 from vllm.config import ModelConfig, ParallelConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel, model_parallel_is_initialized
 from vllm.distributed.weight_transfer import ModuleSource, WeightTransferEngineFactory, WeightTransferTrainerFactory
