@@ -82,10 +82,9 @@ def _positions(changed: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 def _checksum(data: torch.Tensor) -> int:
     """Of bytes: the CRC of the sums of rows and columns, in which a value that is lost, moved or changed shows. It
-    takes a tenth of the time of the CRC of all.
+    takes less than half of the time of the CRC of all.
     """
     even = data.numel() // _ROW * _ROW
     words = data[:even].numpy().view(np.int64).reshape(-1, _ROW // 8)
-    with np.errstate(over="ignore"):
-        sums = np.concatenate([words.sum(0), words.sum(1)])
+    sums = np.concatenate([words.sum(0), words.sum(1)])  # which may overflow
     return zlib.crc32(data[even:].numpy().data, zlib.crc32(sums.data))

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, ClassVar, Self
 
 import torch
@@ -151,10 +152,13 @@ class TrainerEngine(TrainerWeightTransferEngine[TrainerInit]):
             self._sender.send(self._version)
             return
         self.client.start_weight_update()
-        with ThreadPoolExecutor(1, "shardkit vllm") as threads:
+        threads = ThreadPoolExecutor(1, "shardkit vllm")
+        try:
             update = threads.submit(self.client.update_weights, asdict(_Update(self._version)))
             report = self._sender.send(self._version)
             update.result()
+        finally:
+            threads.shutdown(wait=False)  # after an error, workers may wait for the version until their timeout
         assert isinstance(report, Report)
         self.client.finish_weight_update()
         if report.failed:
@@ -189,6 +193,8 @@ class WorkerEngine(WeightTransferEngine[_WorkerInit, _Update]):
     update_info_cls = _Update
     supports_draft_weight_update = False
 
+    whole: Mapping[str, torch.Tensor] = MappingProxyType({})
+    """Memory for the tensors that the model's loader must have as a whole, by name."""
     _receiver: WeightReceiver | None = None
 
     def init_transfer_engine(self, init_info: _WorkerInit) -> None:
@@ -220,7 +226,7 @@ class WorkerEngine(WeightTransferEngine[_WorkerInit, _Update]):
 
         if self._receiver is None:
             raise RuntimeError("no transfer has been set up; call init_weight_transfer_engine first")
-        while self._receiver.receive() != update_info.version:
+        while self._receiver.receive() < update_info.version:
             pass  # one that others have missed
         if self.whole:
             with disable_mtp_completeness_check():
