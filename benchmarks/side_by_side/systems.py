@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from side_by_side.floor import shard_barely, step_on_plain_tensors
 from side_by_side.networks import Block
 from side_by_side.workloads import WORKLOADS, Workload
 
@@ -108,14 +107,6 @@ def _alone(workload: Workload, place: Place) -> System:
     return System(workload.build(), _autocast(workload, place.device), shards=False, averages=False)
 
 
-def _floor(workload: Workload, place: Place) -> System:
-    if workload.bf16 or workload.frozen:
-        raise ValueError("the floor casts nothing and freezes nothing: leave it out of --systems")
-    network = workload.build()
-    shard_barely(network, dist.device_mesh.init_device_mesh(place.device.type, (place.world_size,)))
-    return System(network, contextlib.nullcontext, shards=True, averages=True, prepare_optimizer=step_on_plain_tensors)
-
-
 def _autocast(workload: Workload, device: torch.device) -> Autocast:
     """Where nobody casts parameters once for all their uses, autocast comes nearest to the same computation."""
     if not workload.bf16:
@@ -142,7 +133,6 @@ SYSTEMS: dict[str, Callable[[Workload, Place], System]] = {
     "ddp": _ddp,
     "alone": _alone,
     "shardkit-int8": _shardkit_int8,
-    "floor": _floor,
 }
 COMPARED = ("shardkit", "fsdp2", "fsdp1", "ddp", "alone")
 """Default systems of `--systems`: those that give the same results up to rounding."""

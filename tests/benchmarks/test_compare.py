@@ -41,18 +41,6 @@ def test_tiny_comparison(tmp_path):
 
 
 @pytest.mark.slow
-def test_floor(tmp_path):
-    """Hooks that do nothing but register tensors train as FSDP2 does, on one rank."""
-    command = [sys.executable, str(COMPARE), "--model=tiny", "--systems=floor,fsdp2", "--rounds=1", "--steps=1"]
-    done = subprocess.run([*command, "--world-size=1"], check=False, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert "agreement with floor" in done.stderr
-    done = subprocess.run([*command, "--world-size=2"], check=False, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 1
-    assert "leave it out of --systems" in done.stderr
-
-
-@pytest.mark.slow
 @pytest.mark.skipif(
     os.geteuid() != 0 or None in map(shutil.which, ("ip", "tc")), reason="network namespaces need root, ip and tc"
 )

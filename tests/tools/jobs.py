@@ -17,12 +17,6 @@ from tests.tools.llama_shaped import LlamaShaped
 WIDTH, BATCH, SEQUENCE, VOCABULARY = 96, 4, 32, 301
 
 
-def enlarge(width: int, batch: int, sequence: int, vocabulary: int) -> None:
-    """Makes the jobs that are built from now on larger, for benchmarks; before anything is estimated or run."""
-    global WIDTH, BATCH, SEQUENCE, VOCABULARY
-    WIDTH, BATCH, SEQUENCE, VOCABULARY = width, batch, sequence, vocabulary
-
-
 class Mixer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
