@@ -24,24 +24,6 @@ from shardkit.tools.machine import Machine, preset
 
 SCHEMA = 1
 
-# Attributes that an estimate writes to JSON.
-_TOLD = (
-    *(
-        "axes",
-        "rank",
-        "machine",
-        "policies",
-        "parameters",
-        "peak",
-        "idle_bytes",
-        "reserved_bytes",
-        "host_bytes",
-        "fits",
-        "traffic",
-    ),
-    *("timeline", "checkpoint", "dtypes", "owners", "notes"),
-)
-
 
 @dataclass(frozen=True)
 class TrafficRow:
@@ -133,7 +115,7 @@ class Estimate:
 
     def to_json(self) -> dict[str, Any]:
         """The estimate as JSON values; `schema` is incremented by incompatible changes."""
-        told = {name: getattr(self, name) for name in _TOLD}
+        told = {one.name: getattr(self, one.name) for one in dataclasses.fields(self) if one.repr} | {"fits": self.fits}
         told["machine"] = self.machine.to_json()  # includes attributes with default values
         told["policies"] = {name: value for name, value in vars(self.policies).items() if name != "placements"}
         times = vars(self.timeline).items()

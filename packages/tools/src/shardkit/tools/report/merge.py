@@ -1,111 +1,16 @@
-"""Merges the records of the ranks to the report of the run: one clock, one list of groups, matched collectives."""
+"""Merges the records of the ranks to the report of the run: one time, one list of groups, matched collectives."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import combinations, product
 from typing import Any
 
 from shardkit.tools.report.files import RankRecord
 from shardkit.tools.report.measures import meetings, waited_for_ranks
 from shardkit.tools.report.schema import SCHEMA, VERSION, Collective, Estimate, Group, Operation, Rank, Report, Run
-
-# Others may end on a rank that needs nothing from the last one to start.
-_KINDS = ("all-gather", "all-reduce")
-
-
-@dataclass(frozen=True)
-class Clocks:
-    """Offsets that convert the times of records to one clock.
-
-    Attributes:
-        ahead: the offset to add to the times of each record, in their order.
-        several_hosts: whether wall clocks were needed.
-        moved: the largest correction of a clock, in seconds.
-        room: the seconds by which two clocks may still differ; infinite if collectives do not connect all of them.
-        contradicted: whether no offsets agree with all collectives, because a clock runs at another speed or was set;
-            then none is corrected.
-    """
-
-    ahead: list[float]
-    several_hosts: bool = False
-    moved: float = 0.0
-    room: float = math.inf
-    contradicted: bool = False
-
-
-def common_clock(records: Sequence[RankRecord]) -> Clocks:
-    """The common clock of all records: the host's own if there is one host."""
-    hosts = [record.rank.place.boot.partition("/")[0] for record in records]  # containers of a host share its clock
-    if len(set(hosts)) == 1:
-        return Clocks([0.0] * len(records))
-    walls: dict[str, float] = {}
-    for host, record in zip(hosts, records, strict=True):
-        walls.setdefault(host, record.wall)
-    most = _closed(_most_ahead(records, hosts, walls), list(walls))
-    if most is None:
-        return Clocks([walls[host] for host in hosts], several_hosts=True, contradicted=True)
-    corrections: dict[str, float] = {}
-    for host in walls:
-        least = max((placed - most[host, other] for other, placed in corrections.items()), default=0.0)
-        largest = min((placed + most[other, host] for other, placed in corrections.items()), default=0.0)
-        corrections[host] = min(max(0.0, least), largest)
-    return Clocks(
-        [walls[host] + corrections[host] for host in hosts],
-        several_hosts=True,
-        moved=max(map(abs, corrections.values())),
-        room=max((most[first, second] + most[second, first] for first, second in combinations(walls, 2)), default=0.0),
-    )
-
-
-def _closed(most: dict[tuple[str, str], float], hosts: Sequence[str]) -> dict[tuple[str, str], float] | None:
-    """Bounds for all pairs, through other hosts where that is tighter; None if they contradict each other.
-
-    These are shortest paths (Floyd-Warshall). An offset that satisfies all hosts placed so far then leaves a possible
-    one for the next host.
-    """
-    closed = {pair: 0.0 if pair[0] == pair[1] else most.get(pair, math.inf) for pair in product(hosts, hosts)}
-    for via in hosts:
-        for first, second in product(hosts, hosts):
-            closed[first, second] = min(closed[first, second], closed[first, via] + closed[via, second])
-        if any(closed[host, host] < 0 for host in hosts):
-            return None
-    return closed
-
-
-def _most_ahead(
-    records: Sequence[RankRecord], hosts: Sequence[str], walls: dict[str, float]
-) -> dict[tuple[str, str], float]:
-    """By pairs of hosts: how far the second's wall clock may be moved ahead of the first's, in seconds.
-
-    An operation ends on the first host after all ranks have started it, including those of the second.
-    """
-    found: dict[tuple[str, tuple[int, ...], str, int], list[tuple[str, Operation]]] = defaultdict(list)
-    for host, record in zip(hosts, records, strict=True):
-        for one in record.rank.operations:
-            if one.kind in _KINDS:
-                group = record.groups[one.group]
-                found[group.name, tuple(group.ranks), one.kind, one.number].append((host, one))
-    most: dict[tuple[str, str], float] = defaultdict(lambda: math.inf)
-    for meeting in found.values():
-        if not all(one.wire_bytes for _, one in meeting):  # nobody waits for a rank that sends nothing
-            continue
-        starts: dict[str, float] = defaultdict(lambda: -math.inf)
-        ends: dict[str, float] = defaultdict(lambda: math.inf)
-        for host, one in meeting:
-            starts[host] = max(starts[host], one.start + walls[host])
-            ends[host] = min(ends[host], one.end + walls[host])
-        for first, end in ends.items():
-            for second, start in starts.items():
-                if first != second:
-                    most[first, second] = min(most[first, second], end - start)
-    return dict(most)
-
 
 # Ranks whose starts differ by at most this many seconds came at the same time.
 TOGETHER = 1e-4
@@ -114,12 +19,14 @@ TOGETHER = 1e-4
 def merge(records: Sequence[RankRecord], command: list[str] | None = None, estimate: Estimate | None = None) -> Report:
     """The report of a run, from the records of its ranks (of one version, at least one), in any order."""
     records = sorted(records, key=lambda record: record.rank.rank)
-    clocks = common_clock(records)
-    origin = min(record.rank.begin + offset for record, offset in zip(records, clocks.ahead, strict=True))
+    # Containers of a host share its clock; other hosts are brought together by their wall clocks.
+    several_hosts = len({record.rank.place.boot.partition("/")[0] for record in records}) > 1
+    ahead = [record.wall if several_hosts else 0.0 for record in records]
+    origin = min(record.rank.begin + offset for record, offset in zip(records, ahead, strict=True))
     groups, indices = _common_groups(records)
     ranks = [
         _moved(record.rank, offset - origin, index)
-        for record, offset, index in zip(records, clocks.ahead, indices, strict=True)
+        for record, offset, index in zip(records, ahead, indices, strict=True)
     ]
     first = records[0].run
     run = dataclasses.replace(
@@ -127,10 +34,10 @@ def merge(records: Sequence[RankRecord], command: list[str] | None = None, estim
         command=command or first.command,
         missing_ranks=sorted(set(range(first.world_size)) - {rank.rank for rank in ranks}),
         recorded_steps=min(record.run.recorded_steps for record in records),
-        clock="wall" if clocks.several_hosts else "host",
+        clock="wall" if several_hosts else "host",
     )
     collectives, notes = _collectives(ranks, groups, max(1, run.recorded_steps))
-    notes = [*_notes(run, ranks), *_notes_on(clocks), *notes]
+    notes = [*_notes(run, ranks), *notes]
     return Report(SCHEMA, VERSION, run, groups, ranks, collectives, notes, estimate)
 
 
@@ -245,21 +152,6 @@ def _notes(run: Run, ranks: list[Rank]) -> list[str]:
         notes.append(f"no record of ranks {', '.join(map(str, run.missing_ranks))}: they did not end their recording")
     if any(rank.truncated for rank in ranks):
         notes.append("some ranks recorded more than is kept; record fewer steps")
+    if run.clock == "wall":
+        notes.append("the ranks are on several hosts: times across them are as exact as their clocks agree")
     return notes
-
-
-def _notes_on(clocks: Clocks) -> list[str]:
-    if not clocks.several_hosts:
-        return []
-    note = "the ranks are on several hosts: "
-    if clocks.contradicted:
-        note += "no clocks agree with all collectives (one runs at another speed, or was set), so none was moved; "
-        return [f"{note}times across hosts are as exact as their clocks agree"]
-    if clocks.moved:
-        note += f"their clocks were moved by up to {clocks.moved * 1e3:.1f} ms, as no collective ends before its last "
-        note += "rank has started it; "
-    if clocks.room == math.inf:
-        return [f"{note}times across {'some of ' if clocks.moved else ''}them are as exact as their clocks agree"]
-    if not clocks.moved:
-        note += "no collective contradicts their clocks; "
-    return [f"{note}times across hosts may still be wrong by up to {clocks.room * 1e3:.1f} ms"]
