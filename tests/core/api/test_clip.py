@@ -12,7 +12,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from shardkit.core import fully_shard
 from shardkit.core.clip import clip_grad_norm_, grad_norm
 from tests.support import on_ranks, rank_mesh, run_ranks
 
@@ -219,18 +218,6 @@ def test_precision(rank, world_size):
     assert grad_norm(parameters).item() == pytest.approx(math.sqrt(8) * 1e19)
 
 
-@on_ranks(2)
-def test_foreach_gives_the_same(rank, world_size):
-    mesh = rank_mesh((world_size,), ("shard",))
-    results = []
-    for foreach in (False, True):
-        parameters = sharded_parameters(mesh, full_grads())
-        norm = clip_grad_norm_(parameters.values(), 0.5, foreach=foreach)
-        results.append([norm, *(parameter.grad for parameter in parameters.values())])
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other)
-
-
 @pytest.mark.parametrize(
     ("world_size", "norm_type", "bad"),
     [
@@ -269,21 +256,3 @@ def test_gradient_placed_unlike_its_parameter(rank, world_size):
         clip_grad_norm_([("norm.weight", parameter)], 1.0)
     parameter.grad = parameter.grad.redistribute(mesh, parameter.placements)
     assert grad_norm(parameter).item() == pytest.approx(2.0 * world_size)
-
-
-@on_ranks(1, 3)
-def test_model(rank, world_size):
-    def build():
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3))
-
-    plain, sharded = build(), build()
-    for layer in (sharded[0], sharded):
-        fully_shard(layer, mesh=rank_mesh((world_size,), ("shard",)))
-    inputs = torch.randn(4, 5)
-    for model in (plain, sharded):
-        model(inputs).square().sum().backward()
-    norm = clip_grad_norm_(sharded.named_parameters(), 0.1)
-    torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(plain.parameters(), 0.1))
-    for name, parameter in plain.named_parameters():
-        torch.testing.assert_close(sharded.get_parameter(name).grad.full_tensor(), parameter.grad)

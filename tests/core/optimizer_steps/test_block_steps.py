@@ -89,23 +89,6 @@ def test_steps_as_on_plain_shards(rank: int, world_size: int, name: str) -> None
         assert weight["absmax1"].shape == (64,), "all ranks' scales"
 
 
-@pytest.mark.parametrize("name", ["AdamW8bit", "Lion8bit"])
-@on_ranks(2)
-def test_a_loaded_state_dict_goes_on_with_the_same_bits(rank: int, world_size: int, name: str) -> None:
-    model, optimizer = build(world_size, name)
-    for number in range(3):
-        step(model, optimizer, number)
-    other, resumed = build(world_size, name, seed=1)
-    other.load_state_dict(model.state_dict())
-    resumed.load_state_dict(optimizer.state_dict())
-    for number in range(3, 6):
-        step(model, optimizer, number)
-        step(other, resumed, number)
-    assert_same(local(dict(other.state_dict())), local(dict(model.state_dict())), "weights")
-    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
-        assert_same(local(dict(resumed.state[theirs])), local(dict(optimizer.state[mine])), "state")
-
-
 def whole(values: Any) -> Any:
     if isinstance(values, dict):
         return {key: whole(value) for key, value in values.items()}

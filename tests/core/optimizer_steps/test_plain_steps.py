@@ -157,32 +157,6 @@ def test_the_same_bits_after_changes_between_steps(rank: int, world_size: int) -
         pair.check(change.__name__)
 
 
-@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}], ids=str)
-@on_ranks(2)
-def test_scaled_gradients_and_parameters_that_are_added(rank: int, world_size: int, options: dict[str, Any]) -> None:
-    """A gradient that overflows, so that its step is skipped, and parameters that come later."""
-    pair, scales = Pair(world_size, "AdamW", {}), []
-    pair.optimizers = [torch.optim.AdamW(model.first.parameters(), lr=0.05, **options) for model in pair.models]
-    optimizer_step_on_shards(pair.optimizers[0])
-    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2) for _ in pair.models]
-    for number in range(4):
-        before = [parameter.to_local().clone() for parameter in pair.models[0].parameters()]
-        for model, optimizer, scaler in zip(pair.models, pair.optimizers, scalers, strict=True):
-            if number == 2:
-                optimizer.add_param_group({"params": [*model.second.parameters(), model.scale], "lr": 0.1})
-            x = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * number + rank))
-            loss = model(x).square().mean() * (float("inf") if number == 1 else 1.0)
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            model.zero_grad()
-        after = [parameter.to_local() for parameter in pair.models[0].parameters()]
-        assert (number == 1) == all(map(torch.equal, before, after)), number
-        pair.check(number)
-        scales.append([scaler.get_scale() for scaler in scalers])
-    assert scales == [[2.0**10] * 2, [2.0**9] * 2, [2.0**9] * 2, [2.0**10] * 2]
-
-
 @pytest.mark.parametrize(("name", "options"), [("SGD", {"momentum": 0.9, "fused": True}), ("Rprop", {})])
 @on_ranks(2)
 def test_optimizers_that_torch_refuses_on_dtensors(
@@ -410,26 +384,6 @@ def test_a_step_is_seen_by_the_next_forward(rank: int, world_size: int, kind: st
                 loss_of(model, 0, number)  # unsharded while the optimizer steps
             optimizer.step()
             optimizer.zero_grad()
-
-
-@on_ranks(2)
-def test_gradients_that_an_optimizer_drops_are_dropped(rank: int, world_size: int) -> None:
-    torch.optim.SGD([torch.ones(1)])
-    model = shard_layers(world_size, lambda p: Owned(rank=0))
-    optimizer = Nested(model.parameters(), lr=0.1)
-    for number in range(4):
-        optimizer.drops = number != 1
-        loss_of(model, rank, number).backward()
-        optimizer.step()
-        assert all((p.grad is None) == optimizer.drops for p in model.parameters() if local_of(p).numel()), number
-    loss_of(model, rank, 0).backward()
-    bias = model.layers[0].bias
-    kept, bias.grad = bias.grad, torch.ones(bias.shape)
-    if rank == 0:  # the other one skips all of them
-        with pytest.raises(RuntimeError, match=r"'layers\.0\.bias' .* has a gradient with"):
-            optimizer.step()
-    bias.grad = kept
-    assert all(p.grad is not None for p in model.parameters())
 
 
 @on_ranks(2)

@@ -78,18 +78,6 @@ def test_loads_before_the_first_step_and_later(rank: int, world_size: int, kind:
                         assert isinstance(value, DTensor), (kind, place, how, key)
 
 
-@on_ranks(2)
-def test_muon_on_shard(rank: int, world_size: int) -> None:
-    """On DTensors torch adds up bf16 products in another order."""
-    before, saved, _, expected = alone("torch.optim.Muon")
-    model = sharded(before, world_size, "shard")
-    optimizer = optimizer_for("torch.optim.Muon", model.parameters())
-    optimizer.load_state_dict(saved)
-    step(model, optimizer, 2)
-    for parameter, value in zip(model.parameters(), expected, strict=True):
-        torch.testing.assert_close(parameter.full_tensor(), value, rtol=0, atol=1e-3)
-
-
 def _other_ways(rank: int, world_size: int, path: Path) -> None:
     for kind, places in KINDS.items():
         if not kind.startswith(("torch.optim.AdamW", "torch.optim.Mu")):

@@ -95,25 +95,6 @@ def test_data_of_unsharded_parameters(rank: int, world_size: int) -> None:
             torch.testing.assert_close(_step(model), expected, rtol=0, atol=0)
 
 
-class _Swaps(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.linear.weight.data = self.linear.weight.data * 2
-        return self.linear(x)
-
-
-@on_ranks(2)
-def test_data_within_forward(rank: int, world_size: int) -> None:
-    model = fully_shard(_Swaps())
-    model.set_reshard_after_forward(True)
-    _step(model)
-    with pytest.raises(RuntimeError, match=r"'linear\.weight' was replaced .* while it was unsharded"):
-        _step(model)
-
-
 @pytest.mark.parametrize("blocks", [False, True])
 @on_ranks(2)
 def test_writes_in_place_to_unsharded_parameters(rank: int, world_size: int, blocks: bool) -> None:

@@ -128,23 +128,6 @@ def test_classes_of_python_stay(rank: int, world_size: int, kind: str) -> None:
     assert torch.equal(weight, sharded_weight)
 
 
-class ReturnsWeight(ScaledLinear):
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return super().forward(x), self.weight
-
-
-@on_ranks(2)
-def test_returned_by_forward(rank: int, world_size: int) -> None:
-    """A parameter in the output is readable when its memory has been freed."""
-    torch.manual_seed(0)
-    block = ReturnsWeight()
-    expected = block.weight.detach().as_subclass(Tensor).clone()
-    shardkit.fully_shard(block, mesh=rank_mesh((world_size,)), reshard_after_forward=True)
-    _, weight = block(torch.ones(3, 4))
-    assert isinstance(block.weight, DTensor)
-    assert torch.equal(weight.detach(), expected)
-
-
 @on_ranks(2)
 def test_inner_tensors_stay_behind(rank: int, world_size: int) -> None:
     """The inner tensors of the whole weight are not kept beside the shard's."""

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp._fully_shard import _fsdp_common as stock_common
 from torch.distributed.tensor import Replicate, Shard
 
-from shardkit.core import Owned, fully_shard
+from shardkit.core import fully_shard
 from tests.support import on_ranks, rank_mesh
 
 
@@ -100,26 +100,6 @@ def test_replicated_on_a_mesh_of_its_own(rank: int, world_size: int) -> None:
     for name, seen in _gradients(model, rank).items():
         torch.testing.assert_close(seen, expected[name], rtol=1e-5, atol=1e-5, msg=name)
         assert model.get_parameter(name).placements[0].is_replicate() == name.endswith("router.weight")
-
-
-@on_ranks(4)
-def test_owners_within_the_mesh_of_the_parameter(rank: int, world_size: int) -> None:
-    """Experts owned within their mesh: the same gradients as cut over experts."""
-    edp = rank_mesh((2, world_size // 2), ("ep", "edp"))["edp"]
-    found = []
-    for placement in (Shard(0), Owned()):
-        model = build(3)
-        info = stock_common.FSDPMeshInfo(mesh=edp, shard_mesh_dim=0)
-
-        def choose(p: nn.Parameter, info: Any = info, placement: Any = placement) -> Any:
-            return stock_common.ShardPlacementResult(placement, info) if p.ndim == 3 else None
-
-        for block in model:
-            fully_shard(block, mesh=rank_mesh((world_size,)), shard_placement_fn=choose)
-        fully_shard(model, mesh=rank_mesh((world_size,)))
-        found.append(_gradients(model, rank))
-    for name, expected in found[0].items():
-        assert torch.equal(found[1][name], expected), name
 
 
 @on_ranks(2)

@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import Placement, Replicate, Shard
 
-from shardkit.core import Blocks, Owned, clip_grad_norm_, fully_shard
+from shardkit.core import Blocks, Owned, fully_shard
 from tests.support import on_ranks, rank_mesh
 
 
@@ -43,21 +43,6 @@ def test_parameter_that_is_kept_on_a_module(rank: int, world_size: int, what: st
         return
     with pytest.raises(RuntimeError, match=r"'0' keeps parameter '0\.weight', or a view.*'kept'.*Keep a clone"):
         model(torch.ones(2, 8))
-
-
-@on_ranks(2)
-def test_clipping_while_parameters_are_unsharded(rank: int, world_size: int) -> None:
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    for module in (model[0], model):
-        fully_shard(module, mesh=rank_mesh((world_size,)))
-    model(torch.ones(2, 8)).square().sum().backward()
-    model(torch.ones(2, 8))  # no backward follows, so the root's parameters are still unsharded
-    assert not isinstance(model[1].weight, DTensor)
-    clip_grad_norm_(model.parameters(), 0.5)
-    model.reshard()
-    gradients = [parameter.grad.full_tensor() for parameter in model.parameters()]
-    assert abs(float(torch.nn.utils.get_total_norm(gradients)) - 0.5) < 1e-4
 
 
 @on_ranks(2)

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils import _pytree as pytree
 
 import shardkit.core as shardkit
-from tests.support import networked_mesh, on_ranks, rank_mesh, run_ranks
+from tests.support import on_ranks, rank_mesh, run_ranks
 from tests.support.wire_weights import BFloat16OnTheWire, SameOnTheWire, WireWeight, _aten
 
 
@@ -38,26 +38,6 @@ class Int8OnTheWire(WireWeight):
                 out.copy_(data.to(param_dtype) * scale.to(param_dtype))
             return None
         weight = data.to(param_dtype) * scale.to(param_dtype)
-        return weight, (weight, data, scale)
-
-
-class ScalePerRow(WireWeight):
-    """As Int8OnTheWire, with one scale for each row of the last dim."""
-
-    @staticmethod
-    def rounded(weight: Tensor) -> Tensor:
-        scale = weight.abs().amax(-1, keepdim=True) / 127
-        return (weight / scale).round().to(torch.int8) * scale
-
-    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], Any]:
-        scale = self._inner.abs().amax(-1, keepdim=True) / 127
-        return ((self._inner / scale).round().to(torch.int8), scale), None
-
-    def fsdp_post_all_gather(
-        self, gathered: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
-    ) -> Any:
-        data, scale = gathered
-        weight = data * scale
         return weight, (weight, data, scale)
 
 
@@ -197,27 +177,6 @@ def test_columns_like_stock(wire: str, mesh: tuple[int, ...] | None) -> None:
     run_ranks(4 if mesh else 2, like_stock, wire, {"mesh": mesh, "shard_placement_fn": columns})
 
 
-@pytest.mark.parametrize("dim", [1, 2])
-@on_ranks(2, 4)
-def test_scales_of_columns(rank: int, world_size: int, dim: int) -> None:
-    """A scale for each row of a shard goes with this shard, also where several ranks hold parts of the row.
-
-    It is not compressed.
-    """
-    torch.manual_seed(0)
-    whole = torch.randn(3, 8, 8)
-    module = nn.Module()
-    module.weight = nn.Parameter(ScalePerRow(whole.clone()))
-    options = {
-        "shard_placement_fn": lambda parameter: Shard(dim),
-        "compression_policy": shardkit.CompressionPolicy(gather="int8"),
-    }
-    shardkit.fully_shard(module, mesh=networked_mesh((world_size,)), **options)
-    module.unshard()
-    shards = [ScalePerRow.rounded(shard) for shard in whole.chunk(world_size, dim)]
-    assert torch.equal(module.weight, torch.cat(shards, dim))
-
-
 @on_ranks(4)
 def test_arguments_of_the_hooks(rank: int, world_size: int) -> None:
     BFloat16OnTheWire.calls.clear()
@@ -255,93 +214,6 @@ def test_memory_is_freed(rank: int, world_size: int) -> None:
             assert nbytes == 16 * 8 * inner.itemsize
             linear.reshard()
             assert inner.untyped_storage().nbytes() == 0
-
-
-class TwoInOneMemory(Int8OnTheWire):
-    """The unsharded weight lies behind another tensor, in memory that the hook has made for both."""
-
-    def fsdp_post_all_gather(
-        self, gathered: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
-    ) -> Any:
-        data, scale = gathered
-        if out is not None:
-            assert out.untyped_storage().nbytes() == (scale.numel() + data.numel()) * out.itemsize
-            return super().fsdp_post_all_gather(gathered, metadata, param_dtype, out=out)
-        both = torch.empty(scale.numel() + data.numel(), dtype=param_dtype)
-        weight = both[scale.numel() :].view(data.shape).copy_(data * scale)
-        return weight, (both[: scale.numel()], weight, data, scale)
-
-
-@on_ranks(1, 2)
-def test_memory_of_two_tensors_comes_back_whole(rank: int, world_size: int) -> None:
-    WIRES["two"] = TwoInOneMemory
-    expected, seen = (_train(shardkit, rank, wire, mesh=rank_mesh((world_size,))) for wire in ("int8", "two"))
-    for label in expected:
-        assert torch.equal(expected[label], seen[label]), label
-
-
-class EveryFourthColumn(Int8OnTheWire):
-    """The unsharded weight is a strided view of wider memory."""
-
-    def fsdp_post_all_gather(
-        self, gathered: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
-    ) -> Any:
-        data, scale = gathered
-        if out is not None:
-            assert out.untyped_storage().nbytes() == 4 * data.numel() * out.itemsize
-            return super().fsdp_post_all_gather(gathered, metadata, param_dtype, out=out)
-        weight = torch.empty(len(data), 4 * data.shape[1], dtype=param_dtype)[:, ::4].copy_(data * scale)
-        return weight, (weight, data, scale)
-
-
-class EachTimeAnother(WireWeight):
-    """The shards travel in another dtype at every gather."""
-
-    calls: ClassVar[list[torch.dtype]] = []
-
-    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], Any]:
-        self.calls.append(torch.bfloat16 if len(self.calls) % 2 else torch.float32)
-        return (self._inner.to(self.calls[-1]),), None
-
-    def fsdp_post_all_gather(
-        self, gathered: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
-    ) -> Any:
-        weight = gathered[0].float()
-        return (weight, (weight,)) if out is None else out.copy_(weight)
-
-
-def _weight_of(wire: type[WireWeight], mesh: DeviceMesh) -> nn.Linear:
-    torch.manual_seed(0)
-    linear = nn.Linear(8, 16, bias=False)
-    linear.weight = nn.Parameter(wire(linear.weight.detach()))
-    shardkit.fully_shard(linear, mesh=mesh)
-    return linear
-
-
-@on_ranks(1, 2)
-def test_memory_of_a_strided_weight_comes_back_whole(rank: int, world_size: int) -> None:
-    plain, strided = (_weight_of(wire, rank_mesh((world_size,))) for wire in (Int8OnTheWire, EveryFourthColumn))
-    for _ in range(3):
-        for linear in (plain, strided):
-            linear.unshard()
-        assert strided.weight.stride() == (32, 4)
-        assert torch.equal(plain.weight, strided.weight)
-        for linear in (plain, strided):
-            linear.reshard()
-
-
-@on_ranks(2)
-def test_another_dtype_on_the_wire_is_refused(rank: int, world_size: int) -> None:
-    EachTimeAnother.calls.clear()
-    linear = _weight_of(EachTimeAnother, rank_mesh((world_size,)))
-    linear.unshard()
-    linear.reshard()
-    with torch.no_grad():
-        linear.weight.to_local()._inner.add_(1)
-    with pytest.raises(
-        ValueError, match=r"'weight' returned tensors .*\(torch.bfloat16,\); expected \(torch.float32,\)"
-    ):
-        linear.unshard()
 
 
 class Joined(NamedTuple):

@@ -8,14 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardkit.core import CompressionPolicy, MixedPrecisionPolicy, events, fully_shard
 from shardkit.core.runtime.collective import C10dTransport
 from shardkit.core.runtime.compressed import wire
 from shardkit.core.runtime.compressed.wire import format_of
-from shardkit.core.runtime.plan import Mean
 from shardkit.core.runtime.sharding import ChunkLayout
 from tests.core.runtime.cases import (
     CASES,
@@ -180,43 +177,6 @@ def test_chunks_are_rounded_in_parts(rank: int, world_size: int) -> None:
     wire._AT_ONCE = 40
     _gathers(rank, world_size, "c10d_packed", "int8", SMALL)
     _reduces(rank, world_size, "c10d_packed", "int8", SMALL)
-
-
-class _Kernels(TorchDispatchMode):
-    """Counts operators that a device would run a kernel for."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = str(func)
-        self.count += not (func.is_view or name.startswith("c10d") or "empty" in name)
-        return func(*args, **(kwargs or {}))
-
-
-def _kernels_of_a_block(rank: int, world_size: int) -> tuple[int, int]:
-    """The gather and the reduction of a transformer block on 64 ranks, on a device that computes nothing."""
-    dist.destroy_process_group()
-    dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=64)
-    over = C10dTransport(dist.group.WORLD, torch.device("meta"), direct=False).compressing(POLICIES["int8"])
-    shapes = ((4096, 4096),) * 4 + ((14336, 4096),) * 2 + ((4096, 14336), (4096,))
-    gather = gather_plan(Case(shapes, (0,) * 8, (BF16,) * 8), over)
-    reduction = reduce_plan(Case(shapes, (0,) * 8, (BF16,) * 8), over, BF16, F32)
-    sources = [torch.empty(item.layout.local_shape(rank), device="meta") for item in gather.items]
-    flats = [torch.empty(item.layout.flat_numel, dtype=BF16, device="meta") for item in gather.items]
-    grads = [torch.empty(shape, dtype=BF16, device="meta") for shape in shapes]
-    with _Kernels() as in_gather:
-        for _ in gather.transport.gather(gather, sources, flats):
-            pass
-    with _Kernels() as in_reduction:
-        for _ in over.reduce(reduction, grads, Mean()):
-            pass
-    return in_gather.count, in_reduction.count
-
-
-def test_a_device_rounds_much_at_once() -> None:
-    ((gather, reduction),) = run_ranks(1, _kernels_of_a_block, isolated=True)
-    assert gather < 100
-    assert reduction < 700  # two for each rank and matrix would be 882
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -421,24 +381,6 @@ def _gradients(model: Any, rank: int, micro_batches: int = 1) -> list[Tensor]:
 
 
 @on_ranks(2)
-def test_accumulation(rank: int, world_size: int) -> None:
-    """Without sync nothing is rounded: the sum of micro-batches is, once."""
-    mesh = networked_mesh((world_size,))
-    reductions: list[str] = []
-    with events.subscribe(
-        lambda event: reductions.append(event.fqn) if isinstance(event, events.ReduceStarted) else None
-    ):
-        seen = _gradients(_net(mesh, compression_policy=CompressionPolicy(reduce="int8", block=32)), rank, 3)
-    assert reductions
-    assert len(set(reductions)) == len(reductions)
-    exact = _gradients(_net(mesh), rank, 3)
-    for one, other in zip(seen, exact, strict=True):
-        largest = other.abs().max() if other.numel() else torch.tensor(1.0)
-        torch.testing.assert_close(one, other, rtol=0, atol=float(largest) * world_size / 50 + 1e-3)
-    assert any(not torch.equal(one, other) for one, other in zip(seen, exact, strict=True))
-
-
-@on_ranks(2)
 def test_shared_memory_compresses_nothing(rank: int, world_size: int) -> None:
     """Where ranks share memory nothing is on the wire, and nothing is rounded."""
     mesh = rank_mesh((world_size,))
@@ -523,14 +465,3 @@ def test_what_is_refused(rank: int, world_size: int) -> None:
     fully_shard(tied[0], mesh=rank_mesh((world_size,)), compression_policy=POLICIES["int8"])
     with pytest.raises(ValueError, match=r"'weight' is tied.*compression_policy=CompressionPolicy.*has None"):
         fully_shard(tied, mesh=rank_mesh((world_size,)))
-
-
-@on_ranks(2)
-def test_reset_drops_errors(rank: int, world_size: int) -> None:
-    """A failed iteration's errors are not fed back."""
-    mesh, policy = networked_mesh((world_size,)), POLICIES["feedback"]
-    expected = _gradients(_net(mesh, compression_policy=policy), rank)
-    model = _net(mesh, compression_policy=policy)
-    _gradients(model, rank, 2)
-    model.reset_iter_state()
-    assert all(torch.equal(one, two) for one, two in zip(_gradients(model, rank), expected, strict=True))

@@ -273,20 +273,6 @@ def test_a_stream_lane_times_what_it_runs_and_who_waits_for_somebody_who_listens
     assert (launched.fqn, waited.fqn, waited.operation) == ("blocks.0", "blocks.0", "all-gather")
 
 
-def test_a_user_event_is_waited_for_once_beside_the_current_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    device, lane = _stream_lane(monkeypatch)
-    lane.wait_event("event of optimizer")
-    lane.start(_traced(device, torch.ones(1)), "blocks.0")
-    assert device.log[:3] == [
-        "lane-1 waits for event of optimizer",
-        "compute records",
-        "lane-1 waits for event of compute",
-    ]
-    device.log.clear()
-    lane.start(_traced(device, torch.ones(1)), "blocks.0")
-    assert device.log[:2] == ["compute records", "lane-1 waits for event of compute"]
-
-
 def test_a_stream_lane_names_the_group_of_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     device, lane = _stream_lane(monkeypatch)
     bad = [_Work(OSError("peer left"))]
@@ -294,10 +280,3 @@ def test_a_stream_lane_names_the_group_of_a_failure(monkeypatch: pytest.MonkeyPa
         lane.start(_program([], bad), "blocks.0")
     assert device.log[-2:] == ["lane-1 records", "compute waits for event of lane-1"]
     assert device.current == "compute"
-
-
-def test_memory_outlasts_what_is_queued_when_a_listener_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    device, lane = _stream_lane(monkeypatch)
-    with events.subscribe(_refuse), pytest.raises(LookupError, match="of the listener"):
-        lane.start(_traced(device, torch.ones(1)), "blocks.0")
-    assert device.log[-1] == "compute waits for event of lane-1"

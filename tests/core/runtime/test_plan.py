@@ -69,25 +69,6 @@ def test_wire_dtypes() -> None:
     assert run_ranks(2, _wire_dtypes, "c10d_packed")[0] == [F32, F32, BF16, BF16]
 
 
-@pytest.mark.parametrize("kind", ["shared", "c10d_packed", "c10d_direct"])
-@on_ranks(3)
-def test_output_views_partition_the_output(rank: int, world_size: int, kind: str) -> None:
-    for case in CASES.values():
-        plan = reduce_plan(case, transport(kind), F32, F32)
-        flat = torch.zeros(plan.output_numel)
-        views = plan.output_views(flat)
-        for i, (view, item) in enumerate(zip(views, plan.items, strict=True)):
-            assert view.shape == item.layout.local_shape(rank)
-            assert view.is_contiguous()
-            view.add_(i + 1)
-        # Every view has elements of its own.
-        counts = [int((flat == i + 1).sum()) for i in range(len(views))]
-        assert counts == [item.layout.local_numel(rank) for item in plan.items]
-        if kind == "shared":
-            assert plan.output_numel == sum(counts)
-        assert plan.allocate_output().shape == flat.shape
-
-
 def _asks(rank: int, world_size: int) -> None:
     group = dist.group.WORLD
     assert group is not None

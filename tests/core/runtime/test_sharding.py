@@ -63,11 +63,6 @@ def test_cuts_lie_at_multiples_and_owned_tensors_are_whole(layout: ChunkLayout) 
     assert layout.flat_numel % layout.world_size == 0
 
 
-def test_blocks_are_shared_out_evenly() -> None:
-    assert ChunkLayout((100, 3), 0, 3, unit=32).lengths() == (64, 36, 0)
-    assert ChunkLayout((1000,), 0, 4, unit=256).lengths() == (256, 256, 256, 232)
-
-
 @given(layouts())
 def test_padding_is_less_than_one_chunk_per_rank(layout: ChunkLayout) -> None:
     assert layout.padded_local_numel == math.prod(layout.padded_local_shape)
@@ -75,21 +70,6 @@ def test_padding_is_less_than_one_chunk_per_rank(layout: ChunkLayout) -> None:
     assert layout.padded_numel >= layout.numel
     assert all(layout.local_numel(rank) <= layout.padded_local_numel for rank in range(layout.world_size))
     assert layout.padded_local_shape == layout.local_shape(0)
-
-
-def test_the_example_of_the_docstring() -> None:
-    layout = ChunkLayout((10, 3), 0, 4)
-    assert layout.chunk == 3
-    assert layout.runs == ((0, 3, 3), (3, 1, 1))
-    assert [layout.offset(rank) for rank in range(4)] == [0, 3, 6, 9]
-    assert layout.padded_numel == 36
-
-
-def test_ranks_without_elements_start_at_the_end() -> None:
-    layout = ChunkLayout((2, 3), 0, 4)
-    assert layout.runs == ((0, 2, 1), (2, 2, 0))
-    assert layout.offset(3) == 2
-    assert layout.local_shape(3) == (0, 3)
 
 
 @pytest.mark.parametrize(
