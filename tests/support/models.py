@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +27,19 @@ class ModelSpec:
     inputs: Callable[[torch.Generator], tuple[Tensor, ...]]
     loss: Callable[[object], Tensor]
     blocks: Callable[[nn.Module], list[nn.Module]]
+
+
+class Composed(nn.Module):
+    """Children and parameters by name; ``run(module, *inputs)`` is its forward."""
+
+    def __init__(self, run: Callable[..., Any], **parts: Any) -> None:
+        super().__init__()
+        self.run = run
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        return self.run(self, *inputs, **named)
 
 
 class Block(nn.Module):
@@ -278,11 +292,11 @@ class Inward(nn.Module):
 
 
 class GatedBlock(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int = 16) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(16)
-        self.up = nn.Linear(16, 48)
-        self.down = nn.Linear(48, 16, bias=False)
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 3 * width)
+        self.down = nn.Linear(3 * width, width, bias=False)
         self.gain = nn.Parameter(torch.tensor(0.5))
 
     def reset_parameters(self) -> None:

@@ -99,3 +99,8 @@ def assert_close(seen: Tensor, expected: Tensor, what: str) -> None:
 def batch(rank: int, *shape: int, seed: int = 0) -> Tensor:
     """Standard normal numbers that differ between ranks."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(100 * seed + rank))
+
+
+def square_loss(*shape: int, seed: int = 0) -> Loss:
+    """The mean square of the output for a batch of that shape, which differs between ranks."""
+    return lambda model, rank: model(batch(rank, *shape, seed=seed)).square().mean()

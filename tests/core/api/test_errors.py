@@ -26,29 +26,25 @@ from shardkit.core import (
     register_fsdp_forward_method,
 )
 from tests.core.parameters.installed_adapters import no_installed_adapters
-from tests.support import RankFailure, on_ranks, rank_mesh, run_ranks
-from tests.support.models import MLP
+from tests.support import on_ranks, rank_mesh
+from tests.support.models import MLP, Composed
+from tests.support.sharding import shard_children, shard_each
 
 
-def _mlp(mesh: DeviceMesh | None = None, **options: Any) -> nn.Module:
+def _mlp(mesh: DeviceMesh | None = None) -> Any:
     model = MLP()
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, **options)
-    return fully_shard(model, mesh=mesh, **options)
+    return shard_each(*model.blocks, model, mesh=mesh)
 
 
 def _step(model: nn.Module) -> None:
     model(torch.ones(2, 5)).sum().backward()
 
 
-def _run(body: Callable[[int, int], None], world_size: int = 2) -> None:
-    run_ranks(world_size, body)
-
-
 # -- arguments of fully_shard ------------------------------------------------------------------------------------------
 
 
-def _bad_meshes(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_meshes(rank: int, world_size: int) -> None:
     with pytest.raises(ValueError, match=r"3-D.*dp_mesh_dims"):
         fully_shard(nn.Linear(3, 3), mesh=rank_mesh((1, 2, 1), ("a", "b", "c")))
     with pytest.raises(ValueError, match=r"needs axis names.*mesh_dim_names"):
@@ -79,11 +75,8 @@ def _bad_meshes(rank: int, world_size: int) -> None:
         fully_shard(nn.Linear(3, 3), mesh=others)
 
 
-def test_meshes() -> None:
-    _run(_bad_meshes)
-
-
-def _bad_modules(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_modules(rank: int, world_size: int) -> None:
     with pytest.raises(ValueError, match=r"ModuleList.*no forward"):
         fully_shard(nn.ModuleList([nn.Linear(3, 3)]))
     with pytest.raises(ValueError, match=r"ModuleDict.*no forward"):
@@ -117,15 +110,12 @@ def _bad_modules(rank: int, world_size: int) -> None:
     assert not isinstance(tensor_parallel[0].bias, DTensor)
 
 
-def test_modules() -> None:
-    _run(_bad_modules)
-
-
 def _nested() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
 
 
-def _inner_modules_come_too_late(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_inner_modules_come_too_late(rank: int, world_size: int) -> None:
     text = r"module '{}' is inside this FSDPSequential, which is already sharded.*parameter '{}'.* inner modules first"
     model = fully_shard(_nested())
     for modules in (model[1], [nn.ReLU(), model[1]]):
@@ -142,11 +132,8 @@ def _inner_modules_come_too_late(rank: int, world_size: int) -> None:
         fully_shard(two_calls[1][0])
 
 
-def test_inner_modules_come_too_late() -> None:
-    _run(_inner_modules_come_too_late)
-
-
-def _inner_modules_that_may_come_later(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_inner_modules_that_may_come_later(rank: int, world_size: int) -> None:
     """The call around them has not taken their parameters: ignored, added later, of no parameters, or moved out."""
     ignored = _nested()
     fully_shard(ignored, ignored_params=set(ignored[0].parameters()))
@@ -173,38 +160,27 @@ def _inner_modules_that_may_come_later(rank: int, world_size: int) -> None:
     fully_shard(moved)
 
 
-def test_inner_modules_that_may_come_later() -> None:
-    _run(_inner_modules_that_may_come_later)
+@on_ranks(2)
+def test_parameter_that_belongs_to_no_module(rank: int, world_size: int) -> None:
+    def homeless(attribute: str, value: Any) -> Any:
+        model = Composed(lambda module, x: module.inner(x), inner=nn.Linear(2, 2))
+        object.__setattr__(model, attribute, value)
+        return model
 
-
-class _Homeless(nn.Module):
-    def __init__(self, attribute: str, value: Any) -> None:
-        super().__init__()
-        self.inner = nn.Linear(2, 2)
-        object.__setattr__(self, attribute, value)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x)
-
-
-def _parameters_of_no_module(rank: int, world_size: int) -> None:
     stray = nn.Parameter(torch.ones(4, 3))
     for attribute, value in (("scales", [stray]), ("table", {"a": stray}), ("_hidden", (stray,)), ("bare", stray)):
-        model = nn.Sequential(_Homeless(attribute, value))
+        model = nn.Sequential(homeless(attribute, value))
         with pytest.raises(ValueError, match=rf"'0\.{attribute}'.*\(4, 3\).*belongs to no module.*ParameterList"):
             fully_shard(model)
         assert not isinstance(model[0].inner.weight, DTensor)
-    fully_shard(nn.Sequential(_Homeless("scales", [stray])), ignored_params={stray})
-    registered = _Homeless("numbers", list(range(5)))
+    fully_shard(nn.Sequential(homeless("scales", [stray])), ignored_params={stray})
+    registered = homeless("numbers", list(range(5)))
     registered.known = [registered.inner.weight]
     fully_shard(registered)
 
 
-def test_parameter_that_belongs_to_no_module() -> None:
-    _run(_parameters_of_no_module)
-
-
-def _bad_policies(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_policies(rank: int, world_size: int) -> None:
     for name in ("param_dtype", "reduce_dtype", "output_dtype"):
         with pytest.raises(ValueError, match=rf"{name} must be a floating-point dtype.*int32"):
             MixedPrecisionPolicy(**{name: torch.int32})
@@ -231,11 +207,8 @@ def _bad_policies(rank: int, world_size: int) -> None:
         fully_shard(nn.Linear(2, 2), shard_placement_fn=lambda parameter: 0)
 
 
-def test_policies() -> None:
-    _run(_bad_policies, world_size=4)
-
-
-def _bad_settings(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_settings(rank: int, world_size: int) -> None:
     model = _mlp()
     for depth in (-1, 1.0, True, None):
         with pytest.raises(ValueError, match=r"prefetch depth must be an int >= 0"):
@@ -283,11 +256,8 @@ def _bad_settings(rank: int, world_size: int) -> None:
         model.blocks[1].reset_iter_state()
 
 
-def test_settings() -> None:
-    _run(_bad_settings)
-
-
-def _depth_below_the_root(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_prefetch_depth_below_the_root(rank: int, world_size: int) -> None:
     model = _mlp()
     model.blocks[1].set_prefetch_depth(2)
     with pytest.raises(RuntimeError, match=r"set_prefetch_depth.*'blocks\.1'.*root FSDPMLP.*call it there"):
@@ -296,18 +266,8 @@ def _depth_below_the_root(rank: int, world_size: int) -> None:
     _step(model)
 
 
-def test_prefetch_depth_below_the_root() -> None:
-    _run(_depth_below_the_root)
-
-
-class _OneWeight(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
-        self.second.weight = self.first.weight
-
-
-def _tied_unlike(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_tied_parameters_with_different_policies(rank: int, world_size: int) -> None:
     for options in (
         {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)},
         {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float64)},
@@ -315,15 +275,12 @@ def _tied_unlike(rank: int, world_size: int) -> None:
         {"mesh": rank_mesh((2, 1), ("replicate", "shard"))},
     ):
         for first, second in ((options, {}), ({}, options)):
-            model = _OneWeight()
+            model = Composed(None, first=nn.Linear(4, 4, bias=False), second=nn.Linear(4, 4, bias=False))
+            model.second.weight = model.first.weight
             fully_shard(model.first, **first)
             with pytest.raises(ValueError, match=r"'weight' is tied to one that an earlier.*Give both calls the same"):
                 fully_shard(model.second, **second)
             assert type(model.second) is nn.Linear
-
-
-def test_tied_parameters_with_different_policies() -> None:
-    _run(_tied_unlike)
 
 
 def _twice(api: Any, mesh: DeviceMesh) -> None:
@@ -370,7 +327,9 @@ REFUSED_BY_STOCK: dict[str, Callable[[Any, DeviceMesh], object]] = {
 }
 
 
-def _like_stock(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_what_stock_refuses_is_refused(rank: int, world_size: int) -> None:
+    """Ours raises an exception of the same type, unless stock's is an AssertionError."""
     for case, refused in REFUSED_BY_STOCK.items():
         kinds = []
         for api in (stock, shardkit):
@@ -382,20 +341,14 @@ def _like_stock(rank: int, world_size: int) -> None:
         assert seen is expected or expected is AssertionError, f"{case}: {expected} from stock, {seen} from ours"
 
 
-def test_what_stock_refuses_is_refused() -> None:
-    """Ours raises an exception of the same type, unless stock's is an AssertionError."""
-    _run(_like_stock)
-
-
 # -- errors of the first forward ---------------------------------------------------------------------------------------
 
 
-def _meta_and_moved(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_parameters_on_the_meta_device(rank: int, world_size: int) -> None:
     with torch.device("meta"):
         model = MLP()
-    for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model)
+    shard_each(*model.blocks, model)
     with pytest.raises(RuntimeError, match=r"'inp\.weight' is still on the meta device.*materialize"):
         _step(model)
     model.reset_iter_state()
@@ -410,10 +363,6 @@ def _meta_and_moved(rank: int, world_size: int) -> None:
     model.blocks[1].to("meta")
     with pytest.raises(RuntimeError, match=r"'blocks\.1\.scale' is still on the meta device"):
         _step(model)
-
-
-def test_parameters_on_the_meta_device() -> None:
-    _run(_meta_and_moved)
 
 
 def _disagree(rank: int, world_size: int, how: str) -> None:
@@ -461,13 +410,11 @@ def _disagree(rank: int, world_size: int, how: str) -> None:
         ("grouped", r"'1\.weight'.*that begins with '1\.weight', rank 2 has '1\.weight'.*that begins with '0\.weight'"),
     ],
 )
-def test_ranks_that_disagree(how: str, seen: str) -> None:
-    with pytest.raises(RankFailure) as caught:
-        run_ranks(3, _disagree, how)
-    assert sorted(error.rank for error in caught.value.errors) == [0, 1, 2]
-    for error in caught.value.errors:
-        assert re.search(seen, error.message), error.message
-        assert "Every rank must build the same model and call fully_shard on the same modules" in error.message
+@on_ranks(3)
+def test_ranks_that_disagree(rank: int, world_size: int, how: str, seen: str) -> None:
+    with pytest.raises(RuntimeError, match=seen) as caught:
+        _disagree(rank, world_size, how)
+    assert "Every rank must build the same model and call fully_shard on the same modules" in str(caught.value)
 
 
 @on_ranks(4)
@@ -486,22 +433,15 @@ def test_the_number_of_ranks_that_differ_is_told(rank: int, world_size: int) -> 
         fully_shard(model)(torch.ones(2, 6))
 
 
-def _skips_the_root(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_forward_that_skips_the_root(rank: int, world_size: int) -> None:
     model = _mlp()
     model.blocks[1](torch.ones(2, 7))
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"'blocks\.1' ran forward.*outermost sharded module"):
             _step(model)
 
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.b(self.a(x))
-
-    grouped = Two()
+    grouped = Composed(lambda module, x: module.b(module.a(x)), a=nn.Linear(2, 2), b=nn.Linear(2, 2))
     fully_shard([grouped.a, grouped.b])
     fully_shard(grouped)
     with pytest.raises(RuntimeError, match=r"\['FSDPLinear', 'FSDPLinear'\].*contains them all"):
@@ -512,19 +452,13 @@ def _skips_the_root(rank: int, world_size: int) -> None:
     assert grouped.b.weight.grad is not None
 
 
-def test_forward_that_skips_the_root() -> None:
-    _run(_skips_the_root)
-
-
 @pytest.mark.parametrize("foreach", [True, False])
 @on_ranks(2)
 def test_optimizer_built_too_early(rank: int, world_size: int, foreach: bool) -> None:
     model = MLP()
     original = model.inp.weight
     early = torch.optim.SGD(model.parameters(), lr=0.1, foreach=foreach)
-    for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model)
+    shard_each(*model.blocks, model)
     _step(model)
     with pytest.raises(RuntimeError, match=r"SGD holds a plain tensor for parameter 'inp\.weight'.*after fully_shard"):
         early.step()
@@ -547,7 +481,8 @@ def test_optimizer_built_too_early(rank: int, world_size: int, foreach: bool) ->
 # -- state dicts -------------------------------------------------------------------------------------------------------
 
 
-def _bad_state_dicts(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_state_dicts(rank: int, world_size: int) -> None:
     model = _mlp()
     good = model.state_dict()
 
@@ -587,11 +522,8 @@ def _bad_state_dicts(rank: int, world_size: int) -> None:
     assert model.inp.weight.grad is not None
 
 
-def test_state_dicts() -> None:
-    _run(_bad_state_dicts)
-
-
-def _replaced(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_parameter_replaced_by_a_plain_one(rank: int, world_size: int) -> None:
     model = _mlp()
     original = model.blocks[2].scale
     model.blocks[2].scale = nn.Parameter(torch.ones(7))
@@ -622,32 +554,20 @@ def _replaced(rank: int, world_size: int) -> None:
         _step(model)
 
 
-def test_parameter_replaced_by_a_plain_one() -> None:
-    _run(_replaced)
-
-
 # -- communication -----------------------------------------------------------------------------------------------------
 
 
-class _Branches(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor, order: str) -> Tensor:
+def _branches(mesh: DeviceMesh | None = None) -> Any:
+    def run(module: Any, x: Tensor, order: str) -> Tensor:
         for name in order.split():
-            x = getattr(self, name)(x)
+            x = getattr(module, name)(x)
         return x
 
-
-def _branches(mesh: DeviceMesh | None = None) -> nn.Module:
-    model = _Branches()
-    fully_shard(model.left, mesh=mesh)
-    fully_shard(model.right, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+    return shard_children(Composed(run, left=nn.Linear(4, 4), right=nn.Linear(4, 4)), mesh=mesh)
 
 
-def _another_order(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_another_order_is_reported(rank: int, world_size: int) -> None:
     os.environ["SHARDKIT_DEBUG"] = "order"
     model = _branches()
     model.set_prefetch_depth(0)
@@ -659,48 +579,6 @@ def _another_order(rank: int, world_size: int) -> None:
     assert re.search(r"rank 1: .*all-gather of 'left'(\n|$)", text), text
     assert "same modules in the same order" in text
     assert "reduce-scatter of 'left." in text
-
-
-def test_another_order_is_reported() -> None:
-    _run(_another_order)
-
-
-class _Repeats(nn.Module):
-    """Runs its third block as often as it is told."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([nn.Linear(4, 4) for _ in range(4)])
-        self.head = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor, times: int) -> Tensor:
-        for index, block in enumerate(self.blocks):
-            for _ in range(times if index == 2 else 1):
-                x = block(x)
-        return self.head(x)
-
-
-def _two_steps(model: nn.Module, times: int) -> None:
-    for _ in range(2):
-        model(torch.ones(2, 4), times).sum().backward()
-
-
-def _repeats_a_block(rank: int, world_size: int) -> None:
-    """The rank that runs less waits at the end of forward until its peers have read its shards."""
-    os.environ["SHARDKIT_DEBUG"] = "order"
-    model = _Repeats()
-    for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model)
-    model.set_prefetch_depth(0)  # else a block that runs twice in a row is gathered once
-    _two_steps(model, times=1)
-    with pytest.raises(RuntimeError, match=r"rank 1: .*all-gather of 'blocks\.2'\n") as caught:
-        _two_steps(model, times=1 + rank)
-    assert re.search(r"rank 0: .*all-gather of 'blocks\.3'\n", str(caught.value)), caught.value
-
-
-def test_a_block_that_one_rank_repeats_is_reported() -> None:
-    _run(_repeats_a_block)
 
 
 @on_ranks(2, isolated=True)
@@ -725,80 +603,52 @@ def test_timeout_names_the_waiting_group(rank: int, world_size: int) -> None:
             model(torch.ones(2, 4), "right")
 
 
-class _Mixture(nn.Module):
+def _mixture() -> Any:
     """Experts of one shape in one group; ranks choose."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(3))
+    def run(module: Any, x: Tensor, chosen: tuple[int, ...]) -> Tensor:
+        return sum((torch.tanh(module.experts[index](x)) for index in chosen), x)
 
-    def forward(self, x: Tensor, chosen: tuple[int, ...]) -> Tensor:
-        return sum((torch.tanh(self.experts[index](x)) for index in chosen), x)
+    return Composed(run, experts=nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(3)))
 
 
-def _choose_differently(rank: int, world_size: int, apart: bool, chosen: tuple[int, ...]) -> None:
+@on_ranks(2, isolated=True)
+def test_ranks_that_choose_other_experts_are_told(rank: int, world_size: int) -> None:
+    """In shared memory gradients of one expert are not taken for another's of the same size."""
     group = dist.new_group(list(range(world_size)), timeout=dt.timedelta(seconds=4))
-    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp",))
-    model = _Mixture()
-    for expert in model.experts if apart else ():
-        fully_shard(expert, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    expected = r"^experts\.[01]: all-gather" if apart else r"^FSDP_Mixture: reduce-scatter"
-    with pytest.raises(RuntimeError, match=expected) as caught:
-        model(torch.ones(2, 4), (chosen[rank],)).sum().backward()
+    model = fully_shard(_mixture(), mesh=DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp",)))
+    with pytest.raises(RuntimeError, match=r"^FSDPComposed: reduce-scatter") as caught:
+        model(torch.ones(2, 4), (rank,)).sum().backward()
     text = str(caught.value)
     assert "same modules in the same order" in text or "'experts.0.weight' and" in text or "losed" in text, text
-    if not apart:
-        assert "set_reduce_scatter_unused_params(True)" in text
+    assert "set_reduce_scatter_unused_params(True)" in text
 
 
-@pytest.mark.daily(apart=[False])
-@pytest.mark.parametrize("apart", [False, True], ids=["one group", "a group each"])
-def test_ranks_that_choose_other_experts_are_told(apart: bool) -> None:
-    """In shared memory gradients and weights of one expert are not taken for another's of the same size."""
-    run_ranks(2, _choose_differently, apart, (0, 1), isolated=True)
-
-
-def _replicas_choose_differently(rank: int, world_size: int, shape: tuple[int, int]) -> None:
+@on_ranks(4, isolated=True)
+def test_replicas_that_choose_other_experts_are_told(rank: int, world_size: int) -> None:
+    """No other check sees that one expert's gradient is added to another's of the same size."""
     os.environ["SHARDKIT_DEBUG"] = "order"
-    replica = rank // shape[1]
-    model = fully_shard(_Mixture(), mesh=rank_mesh(shape, ("replicate", "shard")))
+    model = fully_shard(_mixture(), mesh=rank_mesh((2, 2), ("replicate", "shard")))
     model(torch.ones(2, 4), (2,)).sum().backward()
     with pytest.raises(RuntimeError) as caught:
-        model(torch.ones(2, 4), (replica,)).sum().backward()
+        model(torch.ones(2, 4), (rank // 2,)).sum().backward()
     for other in range(2):
-        text = rf"rank {other * shape[1] + rank % shape[1]}: .*all-reduce of 'experts\.{other}\.weight'\n"
+        text = rf"rank {2 * other + rank % 2}: .*all-reduce of 'experts\.{other}\.weight'\n"
         assert re.search(text, str(caught.value)), caught.value
-
-
-@pytest.mark.parametrize("shape", [(2, 1), (2, 2)])
-def test_replicas_that_choose_other_experts_are_told(shape: tuple[int, int]) -> None:
-    """No other check sees that one expert's gradient is added to another's of the same size."""
-    run_ranks(shape[0] * shape[1], _replicas_choose_differently, shape, isolated=True)
-
-
-class _Keeps(nn.Module):
-    """Computes with a reference to its weight that sharding does not replace."""
-
-    def __init__(self, way: str) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        weight = self.linear.weight
-        ways: dict[str, Callable[[Tensor], Tensor]] = {
-            "list": lambda x: nn.functional.linear(x, self.kept[0]),
-            "view": lambda x: x @ self.turned,
-            "closure": lambda x: nn.functional.linear(x, weight),
-        }
-        self.kept, self.turned, self.way = [weight], weight.t(), ways[way]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.way(x) + self.linear.bias
 
 
 @pytest.mark.parametrize("way", ["list", "view", "closure"])
 @on_ranks(2)
 def test_a_weight_kept_from_before_sharding(rank: int, world_size: int, way: str) -> None:
-    model = fully_shard(nn.Sequential(_Keeps(way), nn.Linear(4, 4)))
+    """Forward computes with a reference to the weight that sharding does not replace."""
+    linear = nn.Linear(4, 4)
+    weight, kept, turned = linear.weight, [linear.weight], linear.weight.t()
+    ways: dict[str, Callable[[Any, Tensor], Tensor]] = {
+        "list": lambda module, x: nn.functional.linear(x, kept[0]),
+        "view": lambda module, x: x @ turned,
+        "closure": lambda module, x: nn.functional.linear(x, weight),
+    }
+    model = fully_shard(nn.Sequential(Composed(ways[way], linear=linear), nn.Linear(4, 4)))
     with pytest.raises(RuntimeError, match=r"plain tensor that was parameter '0\.linear\.weight' before fully_shard"):
         model(torch.ones(2, 4)).sum().backward()
 
@@ -822,7 +672,8 @@ def test_a_module_that_came_after_sharding(rank: int, world_size: int, steps_bef
     torch.optim.SGD(model[0].parameters(), lr=0.1).step()
 
 
-def _hook_of_another_shape(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_gradient_hook_that_returns_no_dtensor(rank: int, world_size: int) -> None:
     model = _mlp()
     next(model.parameters()).register_hook(lambda gradient: gradient.to_local())
     with pytest.raises(
@@ -831,29 +682,15 @@ def _hook_of_another_shape(rank: int, world_size: int) -> None:
         _step(model)
 
 
-def test_a_gradient_hook_that_returns_no_dtensor() -> None:
-    _run(_hook_of_another_shape)
-
-
-class _Embeds(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.position = nn.Parameter(torch.zeros(4))
-        self.tokens = nn.Embedding(8, 4, sparse=True)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.tokens(ids) + self.position
-
-
 @pytest.mark.parametrize("sync", [True, False])
 @on_ranks(2)
 def test_a_sparse_gradient(rank: int, world_size: int, sync: bool) -> None:
-    model = nn.Sequential(_Embeds(), nn.Linear(4, 4))
+    model = nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 4))
     fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
     model.set_requires_gradient_sync(sync)
     ids = torch.arange(3)
     if not sync:
         model(ids).sum().backward()
         model.set_requires_gradient_sync(True)
-    with pytest.raises(RuntimeError, match=r"gradient of parameter '0\.tokens\.weight' is sparse .*sparse=False"):
+    with pytest.raises(RuntimeError, match=r"gradient of parameter '0\.weight' is sparse .*sparse=False"):
         model(ids).sum().backward()

@@ -11,15 +11,13 @@ from torch import Tensor, nn
 import shardkit.core as shardkit
 from tests.support import on_ranks, rank_mesh
 from tests.support.models import Block
+from tests.support.sharding import shard_each
 
 
-def _model(api: Any, **arguments: Any) -> nn.Module:
+def _model(api: Any) -> Any:
     torch.manual_seed(0)
     model = nn.Sequential(Block(8, 12), Block(8, 12), nn.Linear(8, 4))
-    mesh = rank_mesh((dist.get_world_size(),))
-    for block in model[:2]:
-        api.fully_shard(block, mesh=mesh, **arguments)
-    return api.fully_shard(model, mesh=mesh, **arguments)
+    return shard_each(*model[:2], model, api=api, mesh=rank_mesh((dist.get_world_size(),)))
 
 
 def _backward(model: nn.Module, seed: int) -> None:
@@ -59,8 +57,7 @@ def _manual(api: Any, async_op: bool) -> list[Tensor]:
     return _gradients(model)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize(("world_size", "async_op"), [(1, False), (2, True)])
 @on_ranks()
 def test_finalized_gradients(rank: int, world_size: int, async_op: bool) -> None:
     seen = _manual(shardkit, async_op)
@@ -78,9 +75,7 @@ def test_partial_sums_do_not_get_lost(rank: int, world_size: int, manual: bool) 
     """Backwards without an all-reduce, which is turned on again only before the end of the step."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 4))
-    mesh = rank_mesh((2, 1), ("replicate", "shard"))
-    shardkit.fully_shard(model[0], mesh=mesh)
-    shardkit.fully_shard(model, mesh=mesh)
+    shard_each(model[0], model, mesh=rank_mesh((2, 1), ("replicate", "shard")))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for micro in range(2):
         _backward(model, micro)

@@ -1,7 +1,5 @@
 """Events in the life of a sharded model, against the same life of a whole model in one process."""
 
-import contextlib
-import copy
 import datetime as dt
 import functools
 import gc
@@ -18,35 +16,25 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 
 from shardkit.core import MixedPrecisionPolicy, clip_grad_norm_, events, fully_shard, register_fsdp_forward_method
 from shardkit.core.engine.step import state_of
 from tests.support import on_ranks, rank_mesh, run_ranks
 from tests.support.meshes import networked_mesh
-from tests.support.models import MLP, Block, Routes
-from tests.support.twins import Twins, assert_close, batch
+from tests.support.models import MLP, Composed, Routes
+from tests.support.sharding import shard_children, shard_each
+from tests.support.twins import Twins, assert_close, batch, square_loss
 from tests.support.waiting import await_file
 
 RESHARD = (None, True, False)
 
 
-def _shard_mlp(model: Any, **options: Any) -> None:
-    for block in model.blocks:
-        fully_shard(block, **options)
-    fully_shard(model, **options)
+def _shard_mlp(model: Any, **options: Any) -> Any:
+    return shard_each(*model.blocks, model, **options)
 
 
 def _sharded_mlp() -> Any:
-    model = MLP()
-    _shard_mlp(model)
-    return model
-
-
-def _shard_children(model: Any, **options: Any) -> None:
-    for child in model.children():
-        fully_shard(child, **options)
-    fully_shard(model, **options)
+    return _shard_mlp(MLP())
 
 
 def _mlp_loss(model: nn.Module, rank: int, seed: int = 0) -> Tensor:
@@ -63,27 +51,27 @@ def _holds_no_unsharded(model: nn.Module) -> bool:
 # -- the end of a model ------------------------------------------------------------------------------------------------
 
 
-def _nothing(model: Any) -> None:
-    pass
-
-
 def _train(model: Any) -> None:
     for _ in range(2):
         _mlp_loss(model, 0).backward()
 
 
-def _train_with_prefetch_lists(model: Any) -> None:
+def _train_with_all_that_can_be_set(model: Any) -> None:
+    """Prefetch lists, another method, hooks, an optimizer, a cast and a load."""
     blocks = list(model.blocks)
     for here, there in itertools.pairwise(blocks):
         here.set_modules_to_forward_prefetch([there])
         there.set_modules_to_backward_prefetch([here])
     model.set_modules_to_forward_prefetch([blocks[0]])
-    _train(model)
-
-
-def _train_through_a_method(model: Any) -> None:
+    model.set_all_reduce_hook(lambda flat: None)
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda parameter: None)
     register_fsdp_forward_method(model, "score")
     model.score(torch.ones(2, 5)).sum().backward()
+    _train_with_an_optimizer(model)
+    model.double()
+    model.load_state_dict(model.state_dict(), assign=True)
+    _train(model)
 
 
 def _train_with_an_optimizer(model: Any) -> None:
@@ -108,32 +96,7 @@ def _failed(model: Any) -> None:
     handle.remove()
 
 
-def _cast_and_loaded(model: Any) -> None:
-    _train(model)
-    model.double()
-    model.load_state_dict(model.state_dict(), assign=True)
-    _train(model)
-
-
-def _with_hooks(model: Any) -> None:
-    model.set_all_reduce_hook(lambda flat: None)
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(lambda parameter: None)
-    _train(model)
-
-
-LIVES = (
-    _nothing,
-    _train,
-    _train_with_prefetch_lists,
-    _train_through_a_method,
-    _train_with_an_optimizer,
-    _forward_only,
-    _explicitly_unsharded,
-    _failed,
-    _cast_and_loaded,
-    _with_hooks,
-)
+LIVES = (_train_with_all_that_can_be_set, _forward_only, _explicitly_unsharded, _failed)
 
 
 def _raise(*args: Any) -> None:
@@ -157,7 +120,7 @@ def _pieces(model: nn.Module) -> dict[str, weakref.ref[Any]]:
     return pieces
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_a_deleted_model_is_freed_at_once(rank: int, world_size: int) -> None:
     _train_with_an_optimizer(_sharded_mlp())  # torch's lazy imports keep frames alive, once
     gc.collect()
@@ -202,58 +165,29 @@ def test_a_shard_owns_its_chunk_alone(rank: int, world_size: int) -> None:
     assert torch.equal(module.weight.full_tensor(), large[:8])
 
 
-# -- several models, containers ----------------------------------------------------------------------------------------
-
-
-@on_ranks(2)
-def test_indexing_into_a_sharded_container(rank: int, world_size: int) -> None:
-    def build() -> nn.Module:
-        return nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5), nn.Linear(5, 3))
-
-    def loss(model: Any, rank: int) -> Tensor:
-        return model(batch(rank, 2, 5)).square().sum()
-
-    twins = Twins.of(rank, world_size, build, _shard_children)
-    twins.step(loss)
-    assert type(twins.sharded[0:2]) is nn.Sequential
-    assert twins.sharded[0] is next(iter(twins.sharded))
-    assert len(twins.sharded[1:]) == 3
-
-    def loss_of_slice(model: Any, rank: int) -> Tensor:
-        return model[2](model[0:2](batch(rank, 2, 5))).square().sum()
-
-    twins.step(loss_of_slice)
-    twins.step(loss)
-    blocks = nn.ModuleList([fully_shard(Block(4, 4)) for _ in range(3)])
-    assert [type(block).__name__ for block in blocks[1:]] == ["FSDPBlock", "FSDPBlock"]
-
-
 # -- casts, loads, replacements, freezing ------------------------------------------------------------------------------
 
 
-@on_ranks(1, 3)
+@on_ranks(3)
 def test_cast_between_steps(rank: int, world_size: int) -> None:
     casts: list[Callable[[nn.Module], nn.Module]] = [
-        lambda model: model.to(torch.float64),
         lambda model: model.bfloat16(),
-        lambda model: model.float(),
         lambda model: model.double(),
         lambda model: model.half().to(torch.float32),
     ]
-    for reshard in RESHARD:
-        twins = Twins.of(rank, world_size, MLP, lambda model: _shard_mlp(model, reshard_after_forward=reshard))  # noqa: B023
-        for index, cast in enumerate(casts):
+    for reshard in (None, False):
+        twins = Twins.of(rank, world_size, MLP, functools.partial(_shard_mlp, reshard_after_forward=reshard))
+        for cast in casts:
             cast(twins.sharded)
             cast(twins.whole)
             twins.align()  # otherwise bfloat16's rounding differences would stay
-            for seed in range(2):
-                twins.step(lambda model, rank: _mlp_loss(model, rank, seed))  # noqa: B023
-            if index % 2:  # cast while the root's parameters are unsharded
-                twins.sharded(batch(rank, 2, 5).to(next(twins.whole.parameters()).dtype))
+            for _ in range(2):
+                twins.step(_mlp_loss)
+            twins.sharded(batch(rank, 2, 5).to(next(twins.whole.parameters()).dtype))  # the next cast finds it whole
 
 
-@pytest.mark.parametrize("reduce_dtype", [None, torch.float64])
-@on_ranks(1, 3)
+@pytest.mark.parametrize(("world_size", "reduce_dtype"), [(1, None), (3, torch.float64)])
+@on_ranks()
 def test_casts_and_moves_while_gradients_wait(rank: int, world_size: int, reduce_dtype: torch.dtype | None) -> None:
     precision = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
     for change in (nn.Module.float, functools.partial(nn.Module.to, device="cpu")):
@@ -282,7 +216,7 @@ def _reload(model: Any) -> None:
     model.load_state_dict({name: value.detach().clone() for name, value in model.state_dict().items()}, assign=True)
 
 
-@on_ranks(1, 3)
+@on_ranks(3)
 def test_moves_and_loads_between_forward_and_backward(rank: int, world_size: int) -> None:
     """As stock does: backward goes on with the graph that forward has made, whatever memory the shards lie in now."""
     for change in (_reload, functools.partial(nn.Module.to, device="cpu"), lambda model: model._apply(torch.clone)):
@@ -298,33 +232,17 @@ def test_moves_and_loads_between_forward_and_backward(rank: int, world_size: int
                 twins.update()
 
 
-class _Shifted(nn.Module):
-    """Its backward reads none of its parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shift = nn.Parameter(torch.zeros(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.shift
-
-
-def _cast_before_backward(rank: int, world_size: int) -> str:
-    model = fully_shard(_Shifted())
+@on_ranks(1, 2)
+def test_a_cast_between_forward_and_backward_is_refused(rank: int, world_size: int) -> None:
+    """Also where backward reads none of the parameters."""
+    model = fully_shard(Composed(lambda module, x: x + module.shift, shift=nn.Parameter(torch.zeros(4))))
     loss = model(torch.ones(2, 4)).sum()
     model.double()
-    with pytest.raises(RuntimeError, match="between the forward and the backward") as caught:
+    with pytest.raises(RuntimeError, match=r"'shift'.*between the forward and the backward.*\(4,\)"):
         loss.backward()
-    return str(caught.value)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_cast_between_forward_and_backward_is_refused(world_size: int) -> None:
-    for error in run_ranks(world_size, _cast_before_backward):
-        assert "'shift'" in error and "(4,)" in error
-
-
-@on_ranks(1, 3)
+@on_ranks(3)
 def test_load_between_steps(rank: int, world_size: int) -> None:
     for reshard in RESHARD:
         for assign in (False, True):
@@ -365,7 +283,7 @@ def test_parameter_replaced_by_assignment(rank: int, world_size: int) -> None:
         twins.step(_mlp_loss)
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_post_accumulate_grad_hooks(rank: int, world_size: int) -> None:
     """A hook runs once for each gradient that is reduced, also into one that is there, until it is removed."""
     model = _sharded_mlp()
@@ -391,24 +309,6 @@ def test_post_accumulate_grad_hooks(rank: int, world_size: int) -> None:
 
 
 # -- forwards that no backward follows ---------------------------------------------------------------------------------
-
-
-@on_ranks(2)
-def test_a_frozen_model_that_is_changed_between_forwards(rank: int, world_size: int) -> None:
-    """`torch._foreach_*` bumps no version counter of a DTensor: only a root that is sharded sees its writes."""
-    student, teacher = MLP(), MLP().requires_grad_(False)
-    whole = copy.deepcopy(teacher)
-    for model in (student, teacher):
-        _shard_mlp(model)
-    news, olds = list(student.parameters()), list(teacher.parameters())
-    for seed in range(3):
-        x = batch(rank, 2, 5, seed=seed)
-        assert_close(teacher(x), whole(x), "a frozen model, with gradients enabled")
-        with torch.no_grad():
-            torch._foreach_mul_(olds, 0.5)
-            torch._foreach_add_(olds, news, alpha=0.5)
-            for old, new in zip(whole.parameters(), news, strict=True):
-                old.mul_(0.5).add_(new.full_tensor(), alpha=0.5)  # type: ignore[attr-defined]
 
 
 def _load_doubles(model: Any) -> None:
@@ -456,26 +356,20 @@ def test_zero_grad_of_the_module_after_forward(rank: int, world_size: int) -> No
 
 def _shard_routes(model: Any, **options: Any) -> None:
     fully_shard(model.outer[1], **options)
-    _shard_children(model, **options)
+    shard_children(model, **options)
 
 
-def _routes_loss(model: nn.Module, rank: int, route: str, seed: int = 0) -> Tensor:
-    return model(batch(rank, 3, 4, seed=seed), route).square().mean()
-
-
-@on_ranks(1, 3)
+@on_ranks(3)
 def test_nested_skipped_repeated_and_reentrant_forwards(rank: int, world_size: int) -> None:
-    for reshard in RESHARD:
-        for depth in (0, 1, 3):
-            options = {"reshard_after_forward": reshard}
-            twins = Twins.of(rank, world_size, Routes, lambda model: _shard_routes(model, **options))  # noqa: B023
-            twins.sharded.set_prefetch_depth(depth)
-            for route in ("omain", "oia", "oia", "aaoa", "nmmii", "n", "omain", "io"):
-                if route == "n":
-                    twins.sharded(batch(rank, 3, 4), route)
-                    continue
-                twins.step(lambda model, rank: _routes_loss(model, rank, route))  # noqa: B023
-                assert _holds_no_unsharded(twins.sharded)
+    for reshard, depth in ((None, 1), (True, 0), (False, 3)):
+        twins = Twins.of(rank, world_size, Routes, functools.partial(_shard_routes, reshard_after_forward=reshard))
+        twins.sharded.set_prefetch_depth(depth)
+        for route in ("omain", "oia", "oia", "aaoa", "nmmii", "n", "omain", "io"):
+            if route == "n":
+                twins.sharded(batch(rank, 3, 4), route)
+                continue
+            twins.step(lambda model, rank: model(batch(rank, 3, 4), route).square().mean())  # noqa: B023
+            assert _holds_no_unsharded(twins.sharded)
 
 
 # -- exceptions --------------------------------------------------------------------------------------------------------
@@ -575,25 +469,21 @@ def test_an_iteration_that_did_not_end_is_refused_until_it_is_reset(rank: int, w
             twins.step(_mlp_loss)
 
 
-class Catches(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(5, 5), nn.Linear(5, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        try:
-            return self.first(x)
-        except RuntimeError:
-            return self.second(x)
+def _first_or_second(module: Any, x: Tensor) -> Tensor:
+    try:
+        return module.first(x)
+    except RuntimeError:
+        return module.second(x)
 
 
 @on_ranks(2)
 def test_an_error_that_forward_catches_needs_no_reset(rank: int, world_size: int) -> None:
-    twins = Twins.of(rank, world_size, Catches, _shard_children)
+    build = lambda: Composed(_first_or_second, first=nn.Linear(5, 5), second=nn.Linear(5, 5))  # noqa: E731
+    twins = Twins.of(rank, world_size, build, shard_children)
     for _ in range(2):
-        twins.step(lambda model, rank: model(batch(rank, 2, 5)).square().sum())
+        twins.step(square_loss(2, 5))
         handles = [model.first.register_forward_hook(_raise) for model in (twins.sharded, twins.whole)]
-        twins.step(lambda model, rank: model(batch(rank, 2, 5)).square().sum())
+        twins.step(square_loss(2, 5))
         for handle in handles:
             handle.remove()
         assert _holds_no_unsharded(twins.sharded)
@@ -622,8 +512,7 @@ def _fails_while_a_peer_is_late(rank: int, world_size: int, networked: bool, whe
     returned.touch()
 
 
-@pytest.mark.parametrize("networked", [False, True], ids=["shared memory", "network"])
-@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize(("networked", "where"), [(False, "forward"), (True, "backward")])
 def test_after_an_error_nothing_waits_for_a_peer(networked: bool, where: str, tmp_path: Path) -> None:
     run_ranks(2, _fails_while_a_peer_is_late, networked, where, tmp_path / "returned", isolated=True)
 
@@ -643,7 +532,7 @@ def test_a_forward_more_on_one_rank_is_an_error_on_both(rank: int, world_size: i
         model.state_dict()
 
 
-@pytest.mark.parametrize("reshard", RESHARD)
+@pytest.mark.parametrize("reshard", [None, False])
 @on_ranks(2)
 def test_recovery_from_an_exception(rank: int, world_size: int, reshard: bool | None) -> None:
     for where, inject in FAILURES.items():
@@ -659,68 +548,8 @@ def test_recovery_from_an_exception(rank: int, world_size: int, reshard: bool | 
             twins.sharded.zero_grad()
             assert _holds_no_unsharded(twins.sharded), where
             for _ in range(2):
-                try:
-                    twins.step(_mlp_loss)
-                except AssertionError as error:
-                    raise AssertionError(f"after a failure in {where}: {error}") from error
+                twins.step(_mlp_loss)
             assert _holds_no_unsharded(twins.sharded), where
-
-
-class Region(nn.Module):
-    """Two sharded children that activation checkpointing runs again together; one has an output that no one uses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(5, 5), nn.Linear(5, 5)
-        self.side = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 3))
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        x = self.first(x).relu()
-        side = self.side(x)
-        return self.second(x), side
-
-
-class CheckpointedRegions(nn.Module):
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.regions = nn.ModuleList([Region(), Region()])
-        self.reentrant = reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        for region in self.regions:
-            x, _ = checkpoint(region, x, use_reentrant=self.reentrant)
-        return x
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-@on_ranks(2)
-def test_a_checkpointed_region_with_several_sharded_modules(rank: int, world_size: int, reentrant: bool) -> None:
-    def shard(model: CheckpointedRegions) -> None:
-        for region in model.regions:
-            for child in region.children():
-                fully_shard(child)
-        fully_shard(model)
-
-    def loss(model: nn.Module, index: int) -> Tensor:
-        return model(batch(index, 2, 5).requires_grad_()).square().mean()
-
-    twins = Twins.of(rank, world_size, lambda: CheckpointedRegions(reentrant), shard)
-    for _ in range(2):
-        twins.step(loss)
-        assert _holds_no_unsharded(twins.sharded)
-    if reentrant:
-        return
-    phases: list[str] = []
-    context = twins.sharded._get_fsdp_state().schedule.context
-    value = loss(twins.sharded, rank)
-    with (
-        events.subscribe(lambda event: phases.append(event.phase) if isinstance(event, events.ModuleBegan) else None),
-        # It waits until every peer has read this rank's shards: within backward that would stop all prefetching.
-        mock.patch.object(context, "settle_gathers", wraps=context.settle_gathers) as settle,
-    ):
-        value.backward()
-    assert set(phases) == {"backward", "recompute"}
-    assert settle.call_count == 1
 
 
 class _InterruptedTicket:
@@ -755,48 +584,6 @@ def test_interrupted_gather(rank: int, world_size: int) -> None:
     assert _holds_no_unsharded(twins.sharded)
 
 
-@on_ranks(2)
-def test_interrupted_reduction(rank: int, world_size: int) -> None:
-    """Ctrl-C while the end of backward waits for reductions: their transfers are posted, and peers wait for them."""
-    model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256), nn.Linear(256, 5))
-    for module in (model[0], model[1], model):
-        fully_shard(module, mesh=networked_mesh((world_size,)))
-
-    def gradients() -> list[Tensor]:
-        model(torch.ones(4, 256) * (rank + 1)).square().mean().backward()
-        found = [parameter.grad.to_local().clone() for parameter in model.parameters()]
-        model.zero_grad()
-        return found
-
-    gradients()
-    expected = gradients()
-    context = model._get_fsdp_state().schedule.context
-    finish = context.finish_reductions
-    interrupted = 0
-
-    def interrupt(event: events.Event) -> None:
-        nonlocal interrupted
-        if isinstance(event, events.WaitStarted) and event.operation == "reduce-scatter":
-            interrupted += 1
-            raise KeyboardInterrupt
-
-    def finish_interrupted() -> None:
-        with events.subscribe(interrupt):
-            finish()
-
-    for trial in range(6):  # peers may have sent everything by chance
-        with (
-            mock.patch.object(context, "finish_reductions", finish_interrupted),
-            contextlib.suppress(KeyboardInterrupt),
-        ):
-            gradients()
-        assert interrupted == trial + 1
-        model.reset_iter_state()
-        model.zero_grad()
-        for _ in range(2):
-            assert all(map(torch.equal, gradients(), expected))
-
-
 @on_ranks(2, 4)
 def test_reset_drops_unreduced_gradients(rank: int, world_size: int) -> None:
     """Gradients accumulated without sync, or without all-reduce, belong to the failed iteration and are dropped."""
@@ -826,28 +613,22 @@ def test_reset_drops_unreduced_gradients(rank: int, world_size: int) -> None:
 # -- modules of other kinds --------------------------------------------------------------------------------------------
 
 
-class Holder(nn.Module):
+def _holder() -> nn.Module:
     """Returns its parameters, as they are and as views."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Parameter(torch.randn(6, 4))
-        self.bias = nn.Parameter(torch.randn(4))
+    def run(module: Any) -> dict[str, Any]:
+        return {"leaf": module.bias, "views": [module.table[1:3], module.table.t()], "number": 3}
 
-    def forward(self) -> dict[str, Any]:
-        return {"leaf": self.bias, "views": [self.table[1:3], self.table.t()], "number": 3}
+    return Composed(run, table=nn.Parameter(torch.randn(6, 4)), bias=nn.Parameter(torch.randn(4)))
 
 
-class UsesHolder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.holder = Holder()
-        self.plain = nn.Sequential(nn.Tanh(), nn.Flatten(1))
-
-    def forward(self, x: Tensor) -> tuple[Tensor, dict[str, Any]]:
-        held = self.holder()
+def _uses_holder() -> nn.Module:
+    def run(module: Any, x: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        held = module.holder()
         first, second = held["views"]
-        return self.plain(x @ second * 0.5).sum() + (first * held["leaf"]).square().sum(), held
+        return module.plain(x @ second * 0.5).sum() + (first * held["leaf"]).square().sum(), held
+
+    return Composed(run, holder=_holder(), plain=nn.Sequential(nn.Tanh(), nn.Flatten(1)))
 
 
 def _holder_loss(model: nn.Module, rank: int) -> Tensor:
@@ -861,8 +642,8 @@ def _leaf_alone(model: nn.Module, rank: int) -> Tensor:
 @on_ranks(1, 2)
 def test_outputs_that_are_parameters(rank: int, world_size: int) -> None:
     for reshard in RESHARD:
-        shard = lambda model: _shard_children(model, reshard_after_forward=reshard)  # noqa: B023, E731
-        twins = Twins.of(rank, world_size, UsesHolder, shard)
+        shard = lambda model: shard_children(model, reshard_after_forward=reshard)  # noqa: B023, E731
+        twins = Twins.of(rank, world_size, _uses_holder, shard)
         for _ in range(2):
             twins.step(_holder_loss)
         loss, held = twins.sharded(batch(rank, 3, 4))
@@ -874,97 +655,68 @@ def test_outputs_that_are_parameters(rank: int, world_size: int) -> None:
             twins.sharded.reshard()
             assert_close(held["leaf"].detach().clone(), twins.whole.holder.bias.detach(), "a leaf output")
             assert_close(held["views"][1].detach().clone(), twins.whole.holder.table.t().detach(), "a view output")
-        alone = Twins.of(rank, world_size, Holder, lambda model: fully_shard(model, reshard_after_forward=reshard))  # noqa: B023
+        alone = Twins.of(rank, world_size, _holder, lambda model: fully_shard(model, reshard_after_forward=reshard))  # noqa: B023
         for _ in range(2):
             alone.step(_leaf_alone)
 
 
-class Zoo(nn.Module):
+def _zoo() -> nn.Module:
     """Modules that keep parameters in unusual places."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(4, 5, num_layers=2, batch_first=True)
-        self.gru = nn.GRU(5, 4, bidirectional=True, batch_first=True)
-        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-        self.bag = Bag()
-        self.empty = nn.Sequential(nn.Identity())
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.gru(self.lstm(x)[0])[0]
-        x = self.attention(x, x, x, need_weights=False)[0]
-        return self.empty(self.bag(x))
-
-
-class Bag(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.several = nn.ParameterList([torch.randn(8, 8) * 0.2, torch.randn(8)])
-        self.named = nn.ParameterDict({"gain": torch.randn(8), "shift": nn.Parameter(torch.randn(1, 8))})
-        self.unused = nn.Parameter(torch.ones(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for parameter in self.several:
+    def run(module: Any, x: Tensor) -> Tensor:
+        x = module.gru(module.lstm(x)[0])[0]
+        x = module.attention(x, x, x, need_weights=False)[0]
+        for parameter in module.several:
             x = x @ parameter if parameter.ndim == 2 else x + parameter
-        return x * self.named["gain"] + self.named["shift"]
+        return module.empty(x * module.named["gain"] + module.named["shift"])
 
-
-def _zoo_loss(model: nn.Module, rank: int) -> Tensor:
-    return model(batch(rank, 2, 3, 4)).square().mean()
+    return Composed(
+        run,
+        lstm=nn.LSTM(4, 5, num_layers=2, batch_first=True),
+        gru=nn.GRU(5, 4, bidirectional=True, batch_first=True),
+        attention=nn.MultiheadAttention(8, 2, batch_first=True),
+        several=nn.ParameterList([torch.randn(8, 8) * 0.2, torch.randn(8)]),
+        named=nn.ParameterDict({"gain": torch.randn(8), "shift": nn.Parameter(torch.randn(1, 8))}),
+        unused=nn.Parameter(torch.ones(3)),
+        empty=nn.Sequential(nn.Identity()),
+    )
 
 
 @on_ranks(2)
 def test_modules_with_parameters_in_unusual_places(rank: int, world_size: int) -> None:
-    for shard in (fully_shard, _shard_children):
-        for reshard in RESHARD:
-            twins = Twins.of(rank, world_size, Zoo, lambda model: shard(model, reshard_after_forward=reshard))  # noqa: B023
-            for _ in range(3):
-                twins.step(_zoo_loss)
+    def shard(model: Any) -> None:
+        shard_each(model.lstm, model.gru, model.attention, model)
 
-
-class Talker(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder, self.decoder = Block(4, 5), Block(4, 6)
-
-    def encode(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
-        return self.encoder(x) * scale
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.decoder(self.encode(x))
+    for apply in (fully_shard, shard):
+        twins = Twins.of(rank, world_size, _zoo, apply)
+        for _ in range(3):
+            twins.step(square_loss(2, 3, 4))
 
 
 @on_ranks(2)
 def test_other_methods_than_forward(rank: int, world_size: int) -> None:
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.talker = Talker()
-
-        def forward(self, x: Tensor, how: str) -> Tensor:
-            return self.talker(x) if how == "forward" else self.talker.encode(x, scale=2.0)
+    def build() -> nn.Module:
+        run = lambda module, x, how: module.inner(x) if how == "forward" else module.inner.score(x)  # noqa: E731
+        return Composed(run, inner=MLP())
 
     def shard(model: Any) -> None:
-        fully_shard(model.talker)  # one group: encode finds its parameters sharded unless it is registered
-        register_fsdp_forward_method(model.talker, "encode")
+        fully_shard(model.inner)  # one group: score finds its parameters sharded unless it is registered
+        register_fsdp_forward_method(model.inner, "score")
         fully_shard(model)
 
-    twins = Twins.of(rank, world_size, Two, shard)
-    for how in ("forward", "encode", "encode", "forward"):
-        twins.step(lambda model, rank: model(batch(rank, 2, 4), how).square().sum())  # noqa: B023
+    twins = Twins.of(rank, world_size, build, shard)
+    for how in ("forward", "score", "score", "forward"):
+        twins.step(lambda model, rank: model(batch(rank, 2, 5), how).square().sum())  # noqa: B023
     with torch.inference_mode():
-        seen, expected = (model.talker.encode(batch(rank, 2, 4)) for model in (twins.sharded, twins.whole))
-        assert_close(seen, expected, "encode in inference mode")
+        seen, expected = (model.inner.score(batch(rank, 2, 5)) for model in (twins.sharded, twins.whole))
+        assert_close(seen, expected, "in inference mode")
     assert _holds_no_unsharded(twins.sharded)
-    assert isinstance(twins.sharded.talker.encoder.scale, DTensor)
-
-    handle = twins.sharded.talker.encoder.up.register_forward_hook(_raise)
+    handle = twins.sharded.inner.out.register_forward_hook(_raise)
     with pytest.raises(RuntimeError, match="on purpose"):
-        twins.sharded.talker.encode(batch(rank, 2, 4))
+        twins.sharded.inner.score(batch(rank, 2, 5))
     handle.remove()
     twins.sharded.reset_iter_state()
-    assert _holds_no_unsharded(twins.sharded)
-    twins.step(lambda model, rank: model(batch(rank, 2, 4), "encode").square().sum())
+    twins.step(lambda model, rank: model(batch(rank, 2, 5), "score").square().sum())
 
 
 # -- groups of modules -------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ through it first, while the gather of the block's parameters is under way.
 """
 
 import dataclasses
+import functools
 import threading
 import types
 from collections.abc import Callable
@@ -15,9 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shardkit.core import fully_shard, register_fsdp_forward_method
+from shardkit.core import events, fully_shard, register_fsdp_forward_method
 from tests.support import on_ranks, rank_mesh, run_ranks
 from tests.support.meshes import networked_mesh
+from tests.support.models import Composed
+from tests.support.sharding import shard_each
 from tests.support.twins import Twins, batch
 
 WIDTH = 96  # large enough for a chunk to travel by itself, in place
@@ -26,12 +29,7 @@ MESHES = {"shared": rank_mesh, "networked": networked_mesh}
 GLOBALLY_KEPT: list[Tensor] = []
 
 
-@dataclasses.dataclass
-class Output:
-    """An output that a block may return instead of a tensor."""
-
-    hidden: Tensor
-    aux: Tensor
+Output = dataclasses.make_dataclass("Output", ["hidden", "aux"])
 
 
 class Slotted:
@@ -43,63 +41,57 @@ class Slotted:
         self.hidden, self.aux = hidden, aux
 
 
-class Block(nn.Module):
+def _block(keep: Callable[[Any, Tensor, Tensor], Any]) -> nn.Module:
     """Linear layers, and a router whose loss goes where `keep` puts it; `keep` returns the block's output."""
 
-    def __init__(self, keep: Callable[["Block", Tensor, Tensor], Any]) -> None:
-        super().__init__()
-        self.first, self.second, self.router = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.keep = keep
-        self.losses: dict[str, list[Tensor]] = {}
+    def run(block: Any, x: Tensor) -> Any:
+        hidden = x + block.second(torch.tanh(block.first(x)))
+        aux = block.router(torch.tanh(block.router(x))).square().mean()
+        return keep(block, hidden, aux)
 
-    def forward(self, x: Tensor) -> Any:
-        hidden = x + self.second(torch.tanh(self.first(x)))
-        aux = self.router(torch.tanh(self.router(x))).square().mean()
-        return self.keep(self, hidden, aux)
+    first, second, router = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+    return Composed(run, first=first, second=second, router=router, losses={})
 
 
-class Model(nn.Module):
+def _model(keep: Callable[[Any, Tensor, Tensor], Any], take: Callable[[Any, Any], Any]) -> nn.Module:
     """Blocks between two linear layers of the root; returns the output and the sum of the losses that blocks kept."""
 
-    def __init__(self, keep: Callable[[Block, Tensor, Tensor], Any], take: Callable[[Block, Any], Any]) -> None:
-        super().__init__()
-        self.inp, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Block(keep) for _ in range(5))
-        self.take = take
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def run(model: Any, x: Tensor) -> tuple[Tensor, Tensor]:
         GLOBALLY_KEPT.clear()
-        x, total = self.inp(x), torch.zeros(())
-        for block in self.blocks:
-            x, aux = self.take(block, block(x))
+        x, total = model.inp(x), torch.zeros(())
+        for block in model.blocks:
+            x, aux = take(block, block(x))
             total = total + aux
-        return self.out(x), total
+        return model.out(x), total
+
+    inp, out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    return Composed(run, inp=inp, out=out, blocks=nn.ModuleList(_block(keep) for _ in range(5)))
 
 
-def _keep_attribute(block: Block, hidden: Tensor, aux: Tensor) -> Tensor:
+def _keep_attribute(block: Any, hidden: Tensor, aux: Tensor) -> Tensor:
     block.aux = aux
     return hidden
 
 
-def _keep_in_dict(block: Block, hidden: Tensor, aux: Tensor) -> Tensor:
+def _keep_in_dict(block: Any, hidden: Tensor, aux: Tensor) -> Tensor:
     block.losses["router"] = [aux]
     return hidden
 
 
-def _keep_in_global(block: Block, hidden: Tensor, aux: Tensor) -> Tensor:
+def _keep_in_global(block: Any, hidden: Tensor, aux: Tensor) -> Tensor:
     GLOBALLY_KEPT.append(aux)
     return hidden
 
 
-def _closure(block: Block, hidden: Tensor, aux: Tensor) -> Callable[[], tuple[Tensor, Tensor]]:
+def _closure(block: Any, hidden: Tensor, aux: Tensor) -> Callable[[], tuple[Tensor, Tensor]]:
     return lambda: (hidden, aux)
 
 
-def _object(block: Block, hidden: Tensor, aux: Tensor) -> types.SimpleNamespace:
+def _object(block: Any, hidden: Tensor, aux: Tensor) -> types.SimpleNamespace:
     return types.SimpleNamespace(hidden=hidden, inner=types.SimpleNamespace(aux=aux))
 
 
-WAYS: dict[str, tuple[Callable[[Block, Tensor, Tensor], Any], Callable[[Block, Any], Any]]] = {
+WAYS: dict[str, tuple[Callable[[Any, Tensor, Tensor], Any], Callable[[Any, Any], Any]]] = {
     "attribute": (_keep_attribute, lambda block, hidden: (hidden, block.aux)),
     "dict of lists": (_keep_in_dict, lambda block, hidden: (hidden, block.losses["router"][0])),
     "global": (_keep_in_global, lambda block, hidden: (hidden, GLOBALLY_KEPT[-1])),
@@ -110,15 +102,10 @@ WAYS: dict[str, tuple[Callable[[Block, Tensor, Tensor], Any], Callable[[Block, A
 }
 
 
-def _twins(rank: int, world_size: int, kind: str, way: str, **options: Any) -> Twins:
+def _twins(rank: int, world_size: int, kind: str, way: str) -> Twins:
     mesh = MESHES[kind]((world_size,))
-
-    def shard(model: Model) -> None:
-        for block in model.blocks:
-            fully_shard(block, mesh=mesh, **options)
-        fully_shard(model, mesh=mesh)
-
-    return Twins.of(rank, world_size, lambda: Model(*WAYS[way]), shard)
+    shard = lambda model: shard_each(*model.blocks, model, mesh=mesh)  # noqa: E731
+    return Twins.of(rank, world_size, lambda: _model(*WAYS[way]), shard)
 
 
 def _both(model: nn.Module, rank: int) -> Tensor:
@@ -183,30 +170,25 @@ def test_backwards_of_micro_batches(kind: str, plan: str, depth: int, inputs: bo
 # -- outputs that their user changes in place --------------------------------------------------------------------------
 
 
-class Viewed(nn.Module):
+def _viewed(change: Callable[[Tensor], object]) -> nn.Module:
     """Blocks whose output is a view, changed in place by the caller: the view's node, and hooks on it, are replaced."""
 
-    def __init__(self, change: Callable[[Tensor], object]) -> None:
-        super().__init__()
-        self.inp = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Views() for _ in range(4))
-        self.change = change
+    def view(block: Any, x: Tensor) -> Tensor:
+        y = torch.tanh(block.second(torch.tanh(block.first(x))))
+        return y.clone().view(2, -1, WIDTH)[:, ::2].transpose(0, 1)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.inp(x)
-        for block in self.blocks:
+    def run(model: Any, x: Tensor) -> Tensor:
+        x = model.inp(x)
+        for block in model.blocks:
             x = block(x)
-            self.change(x)
+            change(x)
         return x
 
+    def layer() -> nn.Module:
+        return nn.Linear(WIDTH, WIDTH)
 
-class Views(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.second(torch.tanh(self.first(x)))).clone().view(2, -1, WIDTH)[:, ::2].transpose(0, 1)
+    blocks = nn.ModuleList(Composed(view, first=layer(), second=layer()) for _ in range(4))
+    return Composed(run, inp=layer(), blocks=blocks)
 
 
 def _add_one(x: Tensor) -> None:
@@ -235,18 +217,10 @@ def _replace(module: nn.Module, args: Any, output: Tensor) -> Tensor:
 @on_ranks(2)
 def test_outputs_changed_in_place(rank: int, world_size: int, kind: str, change: str, hooked: bool) -> None:
     mesh = MESHES[kind]((world_size,))
-
-    def shard(model: Viewed) -> None:
-        for block in model.blocks:
-            fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        if hooked:
-            for block in model.blocks:
-                block.register_forward_hook(_replace)
-
-    twins = Twins.of(rank, world_size, lambda: Viewed(CHANGES[change]), shard)
+    shard = lambda model: shard_each(*model.blocks, model, mesh=mesh)  # noqa: E731
+    twins = Twins.of(rank, world_size, lambda: _viewed(CHANGES[change]), shard)
     if hooked:
-        for block in twins.whole.blocks:
+        for block in (*twins.sharded.blocks, *twins.whole.blocks):
             block.register_forward_hook(_replace)
     for _ in range(3):
         twins.step(lambda model, rank: model(batch(rank, 64, WIDTH)).square().sum())
@@ -255,10 +229,11 @@ def test_outputs_changed_in_place(rank: int, world_size: int, kind: str, change:
 # -- cases that cannot be supported raise ------------------------------------------------------------------------------
 
 
-def _unnoticed(rank: int, world_size: int, accumulated: bool) -> str:
+@pytest.mark.parametrize("accumulated", [False, True])
+@on_ranks(2)
+def test_gradients_that_nobody_reduced_are_no_step(rank: int, world_size: int, accumulated: bool) -> None:
     """A loss in a global variable, and nothing else: no hook is called, and no gradient would be reduced."""
-    model = Model(*WAYS["global"])
-    fully_shard(model)
+    model = fully_shard(_model(*WAYS["global"]))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if accumulated:
         for sync in (False, True):
@@ -268,59 +243,39 @@ def _unnoticed(rank: int, world_size: int, accumulated: bool) -> str:
         optimizer.zero_grad()
     model(batch(rank, 8, WIDTH))
     GLOBALLY_KEPT[-1].backward()
-    with pytest.raises(RuntimeError) as error:
+    unreduced = r"(?s)the gradient of parameter 'inp.weight' was not reduced.*set it as an attribute of the module"
+    with pytest.raises(RuntimeError, match=unreduced):
         optimizer.step()
-    return str(error.value)
 
 
-@pytest.mark.parametrize("accumulated", [False, True])
-def test_gradients_that_nobody_reduced_are_no_step(accumulated: bool) -> None:
-    for message in run_ranks(2, _unnoticed, accumulated):
-        assert "the gradient of parameter 'inp.weight' was not reduced" in message
-        assert "set it as an attribute of the module" in message
+def _act(act: str, block: Any, x: Tensor) -> Tensor:
+    if act == "hook":
+        x.register_hook(lambda gradient: gradient * 3)
+    elif act == "change":
+        x += 1
+    elif act == "change a view":
+        x[0].mul_(2)
+    return x if act == "pass" else block.linear(x)
 
 
-class Inside(nn.Module):
-    """A block that puts a hook on its input, or changes it in place."""
+def _around(rank: int, world_size: int, act: str) -> Twins:
+    """A block that does something to its input, which the model uses once more."""
 
-    def __init__(self, act: str) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.act = act
+    def run(model: Any, x: Tensor) -> Tensor:
+        x = model.inp(x)
+        return x * 2 + model.block(x)
 
-    def forward(self, x: Tensor) -> Tensor:
-        if self.act == "hook":
-            x.register_hook(lambda gradient: gradient * 3)
-        elif self.act == "change":
-            x += 1
-        elif self.act == "change a view":
-            x[0].mul_(2)
-        return x if self.act == "pass" else self.linear(x)  # type: ignore[no-any-return]
+    def build() -> nn.Module:
+        block = Composed(functools.partial(_act, act), linear=nn.Linear(WIDTH, WIDTH))
+        return Composed(run, inp=nn.Linear(WIDTH, WIDTH), block=block)
 
-
-class Around(nn.Module):
-    def __init__(self, act: str) -> None:
-        super().__init__()
-        self.inp, self.block = nn.Linear(WIDTH, WIDTH), Inside(act)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.inp(x)
-        return x * 2 + self.block(x)
-
-
-def _around(act: str) -> Callable[[int, int], Twins]:
-    def twins(rank: int, world_size: int) -> Twins:
-        return Twins.of(
-            rank, world_size, lambda: Around(act), lambda model: [fully_shard(model.block), fully_shard(model)]
-        )
-
-    return twins
+    return Twins.of(rank, world_size, build, lambda model: shard_each(model.block, model))
 
 
 @pytest.mark.parametrize("act", ["hook", "pass"])
 @on_ranks(2)
 def test_what_a_block_does_to_its_input(rank: int, world_size: int, act: str) -> None:
-    twins = _around(act)(rank, world_size)
+    twins = _around(rank, world_size, act)
     if act == "pass":
         for parameter in (*twins.whole.block.parameters(), *twins.sharded.block.parameters()):
             parameter.requires_grad_(False)
@@ -328,18 +283,15 @@ def test_what_a_block_does_to_its_input(rank: int, world_size: int, act: str) ->
         twins.step(lambda model, rank: model(batch(rank, 8, WIDTH)).square().sum())
 
 
-def _changes_its_input(rank: int, world_size: int, act: str) -> str:
-    model = _around(act)(rank, world_size).sharded
+@pytest.mark.parametrize("act", ["change", "change a view"])
+@on_ranks(2)
+def test_an_input_changed_in_place_names_the_block(rank: int, world_size: int, act: str) -> None:
+    model = _around(rank, world_size, act).sharded
     with pytest.raises(RuntimeError) as error:
         model(batch(rank, 8, WIDTH))
-    return "\n".join([str(error.value), *error.value.__notes__])
-
-
-@pytest.mark.parametrize("act", ["change", "change a view"])
-def test_an_input_changed_in_place_names_the_block(act: str) -> None:
-    for message in run_ranks(2, _changes_its_input, act):
-        assert "'block' changes one of its inputs in place" in message
-        assert message.count("clone the input first") == 1
+    message = "\n".join([str(error.value), *error.value.__notes__])
+    assert "'block' changes one of its inputs in place" in message
+    assert message.count("clone the input first") == 1
 
 
 def _penalty(model: nn.Module, rank: int) -> Tensor:
@@ -358,50 +310,63 @@ def test_a_gradient_penalty(rank: int, world_size: int, kind: str) -> None:
         twins.step(_penalty, lr=0.01)
 
 
-class _Force(nn.Module):
-    """Adds the gradient of a sharded module's output to its input: an inner backward that builds a graph."""
+def _molecule() -> nn.Module:
+    """A recomputed module adds the gradient of a child's output to its input: an inner backward that builds a graph."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.energy = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
+    def force(module: Any, x: Tensor) -> Tensor:
         with torch.enable_grad():
             inner = x if x.requires_grad else x.detach().requires_grad_()
-            (force,) = torch.autograd.grad(self.energy(inner).sin().sum(), inner, create_graph=True)
-        return x + force
+            (gradient,) = torch.autograd.grad(module.energy(inner).sin().sum(), inner, create_graph=True)
+        return x + gradient
 
-
-class _Molecule(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inp, self.force = nn.Linear(WIDTH, WIDTH), _Force()
-        self.after = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = checkpoint(self.force, self.inp(x), use_reentrant=True)
-        for one in self.after:
+    def run(model: Any, x: Tensor) -> Tensor:
+        x = checkpoint(model.force, model.inp(x), use_reentrant=True)
+        for one in model.after:
             x = torch.tanh(one(x))
         return x.square().mean()
+
+    inp, energy, *after = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+    return Composed(run, inp=inp, force=Composed(force, energy=energy), after=nn.ModuleList(after))
 
 
 @on_ranks(2)
 def test_a_recomputation_whose_inner_backward_builds_a_graph(rank: int, world_size: int) -> None:
     """In one backward over two forwards; stock ends with an error of torch, or a crash."""
-
-    def shard(model: Any) -> None:
-        for one in (model.force.energy, *model.after, model):
-            fully_shard(one)
-
-    twins = Twins.of(rank, world_size, _Molecule, shard)
+    shard = lambda model: shard_each(model.force.energy, *model.after, model)  # noqa: E731
+    twins = Twins.of(rank, world_size, _molecule, shard)
     for _ in range(2):
         twins.step(lambda model, of: model(batch(of, 3, WIDTH)) + model(batch(of + 10, 3, WIDTH)))
+        assert all(hasattr(value, "placements") for value in twins.sharded.state_dict().values())
 
 
-def _two_threads(rank: int, world_size: int) -> str:
-    model, inside, go_on = Around("none"), threading.Event(), threading.Event()
-    fully_shard(model.block)
-    fully_shard(model)
+@on_ranks(2)
+def test_a_backward_inside_forward_leaves_the_outer_one_its_order(rank: int, world_size: int) -> None:
+    """The inner backward gathers none of the blocks, and the outer one still gathers them ahead."""
+
+    def run(model: Any, x: Tensor) -> Tensor:
+        for number, block in enumerate(model.blocks):
+            x = block(x).tanh()
+            if number == 2:
+                model.aside(x.detach()).square().mean().backward()
+        return x
+
+    blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+    model = Composed(run, blocks=blocks, aside=nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    shard_each(*model.blocks, *model.aside, model)
+    for _ in range(3):
+        seen: list[events.Event] = []
+        with events.subscribe(seen.append):
+            loss = model(batch(rank, 3, 4)).square().mean()
+            in_forward = [event.fqn for event in seen if isinstance(event, events.GatherStarted)]
+            seen.clear()
+            loss.backward()
+    assert [in_forward.count(f"blocks.{number}") for number in range(3)] == [1, 1, 1]
+    assert [event.fqn for event in seen if isinstance(event, events.PrefetchMiss)] == []
+
+
+@on_ranks(2)
+def test_a_second_forward_in_another_thread_is_refused(rank: int, world_size: int) -> None:
+    model, inside, go_on = _around(rank, world_size, "none").sharded, threading.Event(), threading.Event()
 
     def stop(*unused: Any) -> None:
         inside.set()
@@ -411,19 +376,14 @@ def _two_threads(rank: int, world_size: int) -> str:
     thread = threading.Thread(target=lambda: model(batch(rank, 8, WIDTH)))
     thread.start()
     assert inside.wait(60)
+    begins = "forward of 'FSDPComposed' begins, but the forward of 'FSDPComposed' has not ended"
     try:
-        with pytest.raises(RuntimeError) as error:
+        with pytest.raises(RuntimeError, match=begins):
             model(batch(rank, 8, WIDTH))
     finally:
         go_on.set()
         thread.join()
     model(batch(rank, 8, WIDTH)).sum().backward()
-    return str(error.value)
-
-
-def test_a_second_forward_in_another_thread_is_refused() -> None:
-    for message in run_ranks(2, _two_threads):
-        assert "forward of 'FSDPAround' begins, but the forward of 'FSDPAround' has not ended" in message
 
 
 class _Twice(nn.Module):
@@ -449,26 +409,20 @@ def test_a_root_that_calls_itself(rank: int, world_size: int) -> None:
         twins.step(lambda model, rank: model.twice(batch(rank, 2, 8)).square().sum())
 
 
-class _Prompted(nn.Module):
-    """Frozen, and its output is unused: only a global list leads to the graph."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.prompts: list[Tensor] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        GLOBALLY_KEPT.append(self.second((self.first(x) * self.prompts[0]).tanh()).square().sum())
-        return x.detach()
-
-
 @on_ranks(2)
 def test_a_frozen_root_stays_for_a_graph_that_no_output_shows(rank: int, world_size: int) -> None:
-    twins = Twins.of(rank, world_size, lambda: _Prompted().requires_grad_(False), fully_shard)
+    """Frozen, and its output is unused: only a global list leads to the graph."""
+
+    def run(model: Any, x: Tensor, prompts: list[Tensor]) -> Tensor:
+        GLOBALLY_KEPT.append(model.second((model.first(x) * prompts[0]).tanh()).square().sum())
+        return x.detach()
+
+    build = lambda: Composed(run, first=nn.Linear(4, 4), second=nn.Linear(4, 4)).requires_grad_(False)  # noqa: E731
+    twins = Twins.of(rank, world_size, build, fully_shard)
     gradients = []
     for model in (twins.sharded, twins.whole):
-        model.prompts = [torch.ones(4, requires_grad=True)]
-        model(torch.ones(2, 4))
+        prompt = torch.ones(4, requires_grad=True)
+        model(torch.ones(2, 4), [prompt])
         GLOBALLY_KEPT.pop().backward()
-        gradients.append(model.prompts[0].grad)
+        gradients.append(prompt.grad)
     torch.testing.assert_close(*gradients)
