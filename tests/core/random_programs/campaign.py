@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.core.random_programs.program import Program
 from tests.core.random_programs.ranks import Outcome, run_programs
-from tests.core.random_programs.reduction import FEATURES, reduced, without
+from tests.core.random_programs.reduction import reduced
 from tests.core.random_programs.strategies import WORLDS, FromSeed, drawn_program
 from tests.support import close_pools
 
@@ -86,17 +86,13 @@ def main() -> None:
     parser.add_argument("--engine", choices=("ours", "stock"), default="ours")
     parser.add_argument("--worlds", type=int, nargs="+", default=list(WORLDS))
     parser.add_argument("--output", type=Path)
-    parser.add_argument("--without", nargs="*", default=(), choices=FEATURES, help="features to take out of programs")
     parser.add_argument("--keep", type=int, default=3, help="programs to make small for each kind of finding")
     parser.add_argument("--tries", type=int, default=300, help="programs to try while making a finding small")
     arguments = parser.parse_args()
     campaign = Campaign(arguments.engine, arguments.output, arguments.tries, arguments.keep)
 
     for number in range(arguments.start, arguments.start + arguments.count):
-        program = drawn_program(FromSeed(f"{arguments.seed}/{number}"), tuple(arguments.worlds))
-        for feature in arguments.without:
-            program = without(program, feature)
-        campaign.add(program)
+        campaign.add(drawn_program(FromSeed(f"{arguments.seed}/{number}"), tuple(arguments.worlds)))
     campaign.finish()
     print("by message:")
     for message, count in campaign.messages.most_common():

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tests.core.random_programs.program import IN_PLACE_OPS, Block, Call, Micro, Program, Side, normal
+from tests.core.random_programs.program import Program, normal
 
 _KEEP = {"name", "path", "paths", "same", "world"}
 
@@ -61,58 +61,3 @@ def _simpler_tuples(elements: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
 
 
 _PLAINER = {"mlp": "linear", "table": "linear", "tanh_": "add_", "mul_": "add_", "flat_view": "view", "slice": "view"}
-
-
-def without(program: Program, feature: str) -> Program:
-    """The program without one feature, to search for findings that do not need it."""
-    return normal(_changed(program, _TAKE_OUT[feature]))
-
-
-def _changed(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Replace every node and operation by ``change`` of it, leaves first; None takes it out."""
-    if dataclasses.is_dataclass(value):
-        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        value = dataclasses.replace(value, **{name: _changed(one, change) for name, one in fields.items()})  # type: ignore[type-var]
-    elif isinstance(value, tuple):
-        return tuple(one for one in (_changed(each, change) for each in value) if one is not None)
-    return change(value)
-
-
-def _without_side(value: Any) -> Any:
-    if isinstance(value, Block):
-        return dataclasses.replace(value, hooks=tuple(hook for hook in value.hooks if hook != "capture"))
-    return None if isinstance(value, Side) else value
-
-
-def _without_opaque(value: Any) -> Any:
-    opaque = isinstance(value, Block) and value.form in ("object", "closure", "attribute")
-    return dataclasses.replace(value, form="tuple") if opaque else value
-
-
-def _without_penalty(value: Any) -> Any:
-    return dataclasses.replace(value, by="inputs") if isinstance(value, Micro) and value.by == "penalty" else value
-
-
-def _without_in_place(value: Any) -> Any:
-    if isinstance(value, Block):
-        return dataclasses.replace(value, hooks=tuple(hook for hook in value.hooks if hook != "in_place"))
-    if isinstance(value, Call) and value.use == "extra_in_place":
-        return dataclasses.replace(value, use="both")
-    return None if isinstance(value, str) and value in IN_PLACE_OPS else value
-
-
-def _without_closures(value: Any) -> Any:
-    if isinstance(value, Block) and value.form == "closure":
-        return dataclasses.replace(value, form="object")
-    hidden = isinstance(value, Side) and value.place == "closure"
-    return dataclasses.replace(value, place="list") if hidden else value
-
-
-_TAKE_OUT: dict[str, Callable[[Any], Any]] = {
-    "closure": _without_closures,
-    "side": _without_side,
-    "opaque": _without_opaque,
-    "penalty": _without_penalty,
-    "in_place": _without_in_place,
-}
-FEATURES = tuple(_TAKE_OUT)

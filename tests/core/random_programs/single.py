@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -153,6 +153,3 @@ def _copy(value: Tensor | None) -> Tensor | None:
 
 def _in_range(tensor: Tensor) -> bool:
     return bool(torch.isfinite(tensor).all()) and (tensor.numel() == 0 or float(tensor.abs().max()) < _LARGEST)
-
-
-expected_run: Callable[[Program], Run] = lambda program: SingleProcess(program).run()  # noqa: E731

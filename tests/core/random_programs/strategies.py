@@ -1,11 +1,9 @@
-"""How programs are drawn, by hypothesis or from a seed. The first choice is the plain one: shrinking leads there."""
+"""How programs are drawn from a seed."""
 
 from __future__ import annotations
 
 import random
-from typing import Any, Protocol
-
-from hypothesis import strategies as st
+from typing import Any
 
 from tests.core.random_programs.in_place import without_forbidden_changes
 from tests.core.random_programs.program import (
@@ -36,13 +34,6 @@ from tests.core.random_programs.program import (
 )
 
 
-class Draw(Protocol):
-    """Where choices come from."""
-
-    def number(self, least: int, most: int) -> int:
-        """An integer between the two, which are included."""
-
-
 class FromSeed:
     """Choices of a random number generator."""
 
@@ -53,35 +44,19 @@ class FromSeed:
         return self._random.randint(least, most)
 
 
-class FromHypothesis:
-    """Choices that hypothesis makes, and makes simpler when a test fails."""
-
-    def __init__(self, draw: Any) -> None:
-        self._draw = draw
-
-    def number(self, least: int, most: int) -> int:
-        return self._draw(st.integers(least, most))  # type: ignore[no-any-return]
-
-
-def _sometimes(draw: Draw, often: int = 4) -> bool:
+def _sometimes(draw: FromSeed, often: int = 4) -> bool:
     """True once in ``often`` draws."""
     return draw.number(0, often - 1) == often - 1
 
 
-def _one_of(draw: Draw, *values: Any) -> Any:
+def _one_of(draw: FromSeed, *values: Any) -> Any:
     return values[draw.number(0, len(values) - 1)]
 
 
 WORLDS = (2, 2, 2, 2, 2, 2, 1, 3, 3, 4)
 
 
-@st.composite
-def programs(draw: Any, worlds: tuple[int, ...] = WORLDS) -> Program:
-    """Random programs for hypothesis."""
-    return drawn_program(FromHypothesis(draw), worlds)
-
-
-def drawn_program(draw: Draw, worlds: tuple[int, ...] = WORLDS) -> Program:
+def drawn_program(draw: FromSeed, worlds: tuple[int, ...] = WORLDS) -> Program:
     """One random program."""
     rich = _sometimes(draw, 3)
     root = _block(draw, "", 2, rich)
@@ -97,7 +72,7 @@ def drawn_program(draw: Draw, worlds: tuple[int, ...] = WORLDS) -> Program:
     return normal(without_forbidden_changes(normal(program)))
 
 
-def _block(draw: Draw, name: str, levels: int, rich: bool) -> Block:
+def _block(draw: FromSeed, name: str, levels: int, rich: bool) -> Block:
     children: list[Block] = []
     if levels:
         many = draw.number(1, 3) if not name else draw.number(0, 2)
@@ -120,7 +95,7 @@ def _block(draw: Draw, name: str, levels: int, rich: bool) -> Block:
     return Block(name, ops, tuple(children), form, extra, hooks, frozen, low)
 
 
-def _ops(draw: Draw, children: list[Block], rich: bool) -> tuple[Op, ...]:
+def _ops(draw: FromSeed, children: list[Block], rich: bool) -> tuple[Op, ...]:
     ops: list[Op] = []
     for child in children:
         ops += _some_ops(draw, 1, rich)
@@ -134,7 +109,7 @@ def _ops(draw: Draw, children: list[Block], rich: bool) -> tuple[Op, ...]:
     return tuple(ops)
 
 
-def _some_ops(draw: Draw, least: int, rich: bool) -> list[Op]:
+def _some_ops(draw: FromSeed, least: int, rich: bool) -> list[Op]:
     ops: list[Op] = []
     for _ in range(draw.number(least, 3 if rich else 2)):
         kind = draw.number(0, 11)
@@ -154,13 +129,13 @@ def _some_ops(draw: Draw, least: int, rich: bool) -> list[Op]:
     return ops
 
 
-def _call(draw: Draw, name: str) -> Call:
+def _call(draw: FromSeed, name: str) -> Call:
     use = _one_of(draw, *USES) if _sometimes(draw, 3) else "first"
     kind = _one_of(draw, "reentrant", "plain") if _sometimes(draw, 6) else None
     return Call(name, use, kind, no_grad=_sometimes(draw, 20), keyword=kind is None and _sometimes(draw, 10))
 
 
-def _policy(draw: Draw, paths: list[str], worlds: tuple[int, ...]) -> Policy:
+def _policy(draw: FromSeed, paths: list[str], worlds: tuple[int, ...]) -> Policy:
     world = _one_of(draw, *worlds)
     wraps: list[Wrap] = []
     for path in paths:
@@ -190,13 +165,13 @@ def _policy(draw: Draw, paths: list[str], worlds: tuple[int, ...]) -> Policy:
     )
 
 
-def _reshard(draw: Draw, world: int) -> bool | int | None:
+def _reshard(draw: FromSeed, world: int) -> bool | int | None:
     if not _sometimes(draw, 3):
         return None
     return _one_of(draw, True, False, False, *(size for size in (1, 2) if world % size == 0))  # type: ignore[no-any-return]
 
 
-def _steps(draw: Draw, paths: list[str], names: list[str], rich: bool) -> tuple[Step, ...]:
+def _steps(draw: FromSeed, paths: list[str], names: list[str], rich: bool) -> tuple[Step, ...]:
     steps = []
     for _ in range(draw.number(2, 3)):
         micros = tuple(_micro(draw, paths, rich) for _ in range(2 if _sometimes(draw, 4) else 1))
@@ -207,7 +182,7 @@ def _steps(draw: Draw, paths: list[str], names: list[str], rich: bool) -> tuple[
     return tuple(steps)
 
 
-def _micro(draw: Draw, paths: list[str], rich: bool) -> Micro:
+def _micro(draw: FromSeed, paths: list[str], rich: bool) -> Micro:
     if not _sometimes(draw, 2):
         return Micro(inputs=_sometimes(draw, 3))
     inputs = _sometimes(draw, 2)
@@ -226,7 +201,7 @@ def _micro(draw: Draw, paths: list[str], rich: bool) -> Micro:
     )
 
 
-def _acts(draw: Draw, paths: list[str], rich: bool) -> tuple[Act, ...]:
+def _acts(draw: FromSeed, paths: list[str], rich: bool) -> tuple[Act, ...]:
     if not _sometimes(draw, 3 if rich else 6):
         return ()
     if _sometimes(draw, 2):
