@@ -1,7 +1,6 @@
 """Parameters in their modules' slots: dicts, ties and flags that change while training, against a single process."""
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,40 +9,19 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardkit.core import fully_shard
-from shardkit.core.engine.step import state_of
 from tests.support import on_ranks
 from tests.support.meshes import rank_mesh
-from tests.support.twins import Twins, batch
+from tests.support.models import Composed
+from tests.support.sharding import shard_children
+from tests.support.twins import Twins, batch, square_loss
 
 
-class _Two(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x).tanh())
+def _two() -> Any:
+    run = lambda module, x: module.second(module.first(x).tanh())  # noqa: E731
+    return Composed(run, first=nn.Linear(4, 4), second=nn.Linear(4, 4))
 
 
-def _shard(model: Any, **options: Any) -> None:
-    for layer in (model.first, model.second):
-        fully_shard(layer, **options)
-    fully_shard(model, **options)
-
-
-def _loss(model: nn.Module, rank: int) -> Tensor:
-    return model(batch(rank, 3, 4)).square().mean()
-
-
-@on_ranks(1, 2)
-def test_a_module_with_a_new_dict_of_parameters(rank: int, world_size: int) -> None:
-    """As unpickling or a library that swaps a module's contents does."""
-    twins = Twins.of(rank, world_size, _Two, _shard)
-    twins.step(_loss)
-    for model in (twins.sharded, twins.whole):
-        model.first._parameters = dict(model.first._parameters)
-    for _ in range(2):
-        twins.step(_loss)
+_loss = square_loss(3, 4)
 
 
 @pytest.mark.parametrize(("world_size", "reshard_after_forward"), [(1, True), (2, True), (2, False)])
@@ -52,7 +30,8 @@ def test_a_parameter_that_is_frozen_while_it_is_unsharded(
     rank: int, world_size: int, reshard_after_forward: bool
 ) -> None:
     """A hook freezes the parameter that it sees, the unsharded one; later steps find the sharded one frozen."""
-    twins = Twins.of(rank, world_size, _Two, lambda model: _shard(model, reshard_after_forward=reshard_after_forward))
+    shard = functools.partial(shard_children, reshard_after_forward=reshard_after_forward)
+    twins = Twins.of(rank, world_size, _two, shard)
     twins.step(_loss)
     for model in (twins.sharded, twins.whole):
 
@@ -68,47 +47,35 @@ def test_a_parameter_that_is_frozen_while_it_is_unsharded(
     assert twins.sharded.first.weight.grad is None and twins.sharded.first.bias.grad is None
 
 
-class _Momentum(nn.Module):
+def _momentum() -> Any:
     """Its forward writes to the parameters of a teacher, whose gather is under way by then, the same in each run."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.student, self.teacher = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.student(x)
+    def run(model: Any, x: Tensor) -> Tensor:
+        y = model.student(x)
         with torch.no_grad():
-            for old, new in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+            for old, new in zip(model.teacher.parameters(), model.student.parameters(), strict=True):
                 old.copy_(new.detach()).mul_(0.5)
-        return y * self.teacher(x)
+        return y * model.teacher(x)
+
+    return Composed(run, student=nn.Linear(4, 4), teacher=nn.Linear(4, 4).requires_grad_(False))
 
 
 @on_ranks(1, 2)
 def test_a_forward_that_writes_to_parameters_that_it_reads_later(rank: int, world_size: int) -> None:
-    def shard(model: Any) -> None:
-        for layer in (model.student, model.teacher):
-            fully_shard(layer)
-        fully_shard(model)
-
-    twins = Twins.of(rank, world_size, _Momentum, shard)
-    for model in (twins.sharded, twins.whole):
-        model.teacher.requires_grad_(False)
+    twins = Twins.of(rank, world_size, _momentum, shard_children)
     for _ in range(4):
         twins.step(_loss)
-
-
-class _Calls(_Two):
-    """Computes with other values of its second layer."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        others = {name: 2 * parameter.detach() for name, parameter in self.second.named_parameters()}
-        return torch.func.functional_call(self.second, others, (self.first(x),))
 
 
 @on_ranks(1, 2)
 def test_a_parameter_that_is_replaced_in_forward_is_refused(rank: int, world_size: int) -> None:
     """Stock ignores the other values."""
-    _shard(model := _Calls())
+
+    def run(module: Any, x: Tensor) -> Tensor:
+        others = {name: 2 * parameter.detach() for name, parameter in module.second.named_parameters()}
+        return torch.func.functional_call(module.second, others, (module.first(x),))
+
+    model = shard_children(Composed(run, first=nn.Linear(4, 4), second=nn.Linear(4, 4)))
     with pytest.raises(RuntimeError, match=r"'second\.weight' was replaced on its module since the forward of"):
         model(batch(rank, 3, 4))
     model.reset_iter_state()
@@ -117,81 +84,22 @@ def test_a_parameter_that_is_replaced_in_forward_is_refused(rank: int, world_siz
         assert all(isinstance(parameter, DTensor) for parameter in layer.parameters())
 
 
-class _Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
-        self.second.weight = self.first.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x).tanh())
+def _tied() -> Any:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Tanh(), nn.Linear(4, 4, bias=False))
+    model[2].weight = model[0].weight
+    return model
 
 
 @on_ranks(1, 2)
 def test_a_tie_to_a_group_that_was_trained(rank: int, world_size: int) -> None:
     """The second module comes when the first one has been trained; they share their only parameter."""
-    twins = Twins.of(rank, world_size, _Tied, lambda model: fully_shard(model.first))
+    twins = Twins.of(rank, world_size, _tied, lambda model: fully_shard(model[0]))
     for model in (twins.sharded, twins.whole):
-        model.first(batch(rank, 3, 4)).square().mean().backward()
-        model.first.zero_grad()
-    fully_shard(twins.sharded.second)
+        model[0](batch(rank, 3, 4)).square().mean().backward()
+        model[0].zero_grad()
+    fully_shard(twins.sharded[2])
     for _ in range(2):
         twins.step(_loss)
-
-
-def _shard_blocks(model: Any) -> None:
-    for block in model:
-        fully_shard(block)
-    fully_shard(model)
-
-
-def _shard_blocks_of(model: Any) -> Any:
-    _shard_blocks(model)
-    return model
-
-
-@on_ranks(1, 2)
-def test_steps_in_the_middle_of_backward(rank: int, world_size: int) -> None:
-    """Each parameter's optimizer steps as soon as its gradient is there, in the middle of backward."""
-    during: list[bool] = []
-    for accumulates in (False, True):
-        twins = Twins.of(rank, world_size, lambda: nn.Sequential(*(_Two() for _ in range(4))), _shard_blocks)
-        for parameter in twins.sharded.parameters():
-            optimizer = torch.optim.SGD([parameter], lr=0.1)
-
-            def step(_: Tensor, optimizer: torch.optim.Optimizer = optimizer, model: Any = twins.sharded) -> None:
-                during.append(state_of(model).schedule.backward is not None)
-                optimizer.step()
-                optimizer.zero_grad()
-
-            parameter.register_post_accumulate_grad_hook(step)
-        for _ in range(2):
-            if accumulates:  # gradients of this backward are reduced with those of the next one
-                twins.sharded.set_requires_gradient_sync(False)
-                twins.backward(_loss)
-                twins.sharded.set_requires_gradient_sync(True)
-            twins.backward(_loss)
-            torch.optim.SGD(twins.whole.parameters(), lr=0.1).step()
-            twins.whole.zero_grad()
-            twins.check_parameters()
-    assert any(during) or world_size == 1
-
-
-@on_ranks(2)
-def test_steps_in_backward_after_zero_grad(rank: int, world_size: int) -> None:
-    """Between forward and backward the user drops what waited: it is not stepped on, and nothing is refused."""
-    model: Any = _shard_blocks_of(nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model[2].bias.register_post_accumulate_grad_hook(lambda _: optimizer.step())
-    before = [parameter.full_tensor().detach().clone() for parameter in model.parameters()]
-    model.set_requires_gradient_sync(False)
-    model(torch.ones(2, 8)).sum().backward()
-    model.set_requires_gradient_sync(True)
-    loss = model(torch.ones(2, 8)).sum()
-    model.zero_grad()
-    loss.backward()
-    changed = [not torch.equal(a, b.full_tensor()) for a, b in zip(before, model.parameters(), strict=True)]
-    assert changed[:2] == [False, False] and changed[5]
 
 
 @pytest.mark.parametrize(("world_size", "replicas"), [(1, False), (2, False), (2, True)])
@@ -218,18 +126,11 @@ def test_an_optimizer_of_several_groups_does_not_step_on_gradients_that_wait(
     assert all(map(torch.equal, before, after))
 
 
-class _Language(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.embedding(tokens))
-
-
 def _language(separate: bool) -> Any:
-    model = _Language()
+    """A head that is tied to an embedding, whose group is the head's or one of its own."""
+    run = lambda module, tokens: module.head(module.embedding(tokens))  # noqa: E731
+    model: Any = Composed(run, embedding=nn.Embedding(8, 4), head=nn.Linear(4, 8, bias=False))
+    model.head.weight = model.embedding.weight
     if separate:
         fully_shard(model.embedding)
     return fully_shard(model)
@@ -317,31 +218,3 @@ def test_a_tie_that_gets_other_values(rank: int, world_size: int, separate: bool
             assert model.head.weight is model.embedding.weight
             assert model.head.weight.grad is not None
             model.zero_grad()
-
-
-def _both(model: Any) -> None:
-    fully_shard(model.embedding)
-    fully_shard(model.head)
-
-
-def _root(model: Any) -> None:
-    fully_shard(model)
-
-
-@pytest.mark.parametrize(("world_size", "shard"), [(1, _both), (2, _root), (2, _both)])
-@on_ranks()
-def test_a_state_dict_with_different_values_for_a_tie_is_refused(
-    rank: int, world_size: int, shard: Callable[[Any], Any]
-) -> None:
-    """They may be tied by the model afterwards; else the next forward refuses them."""
-    for tied_after in (False, True):
-        shard(model := _Language())
-        state = {"embedding.weight": _new(model, 2).detach(), "head.weight": _new(model, 3).detach()}
-        model.load_state_dict(state, strict=False, assign=True)
-        if tied_after:
-            model.head.weight = model.embedding.weight
-            model(_TOKENS).sum().backward()
-            assert torch.equal(model.state_dict()["head.weight"].to_local(), state["embedding.weight"].to_local())
-            continue
-        with pytest.raises(ValueError, match=r"' is tied, and 'weight' of a .* \(or a state dict gave it values\)"):
-            model(_TOKENS)

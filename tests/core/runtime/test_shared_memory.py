@@ -8,7 +8,6 @@ import resource
 import signal
 import socket
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -31,16 +30,14 @@ from shardkit.core.runtime.shared.tables import Table
 from shardkit.core.runtime.shared.transport import SharedTransport
 from tests.core.runtime.cases import CASES, CPU, flats_for, gather_plan, transport
 from tests.support import RankFailure, on_ranks, rank_mesh, run_ranks
+from tests.support.sharding import shard_children, shard_each
 from tests.support.waiting import await_file
 
 
 def _sharded(world_size: int, *widths: int) -> nn.Sequential:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(a, b) for a, b in itertools.pairwise(widths)))
-    mesh = rank_mesh((world_size,))
-    for layer in model:
-        fully_shard(layer, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+    return shard_children(model, mesh=rank_mesh((world_size,)))
 
 
 def _step(model: nn.Module, width: int) -> float:
@@ -56,16 +53,11 @@ def _step(model: nn.Module, width: int) -> float:
 # -- where things lie --------------------------------------------------------------------------------------------------
 
 
-def _shards_in_segments(rank: int, world_size: int) -> list[bool]:
+@on_ranks(2)
+def test_shards_lie_in_shared_memory_from_the_start(rank: int, world_size: int) -> None:
     model = _sharded(world_size, 5, 7, 3)
-    placed = [segment.locate(p.to_local()) is not None for p in model.parameters() if p.to_local().numel()]
+    assert all(segment.locate(p.to_local()) is not None for p in model.parameters() if p.to_local().numel())
     _step(model, 5)
-    return placed
-
-
-def test_shards_lie_in_shared_memory_from_the_start() -> None:
-    for placed in run_ranks(2, _shards_in_segments):
-        assert placed == [True] * 4
 
 
 def _segments_of(model: nn.Module) -> int:
@@ -91,7 +83,8 @@ def test_loads_of_many_modules_in_a_group(rank: int, world_size: int) -> None:
     assert taken == [parameter.to_local().data_ptr() for parameter in model.parameters()], "tensors over them are lost"
 
 
-def _leaves_nothing(rank: int, world_size: int) -> tuple[int, int, int]:
+@on_ranks(2, isolated=True)
+def test_deleting_a_model_frees_its_shared_memory_at_once(rank: int, world_size: int) -> None:
     assert not segment._segments
     model = _sharded(world_size, 64, 64, 64)
     for _ in range(2):
@@ -100,24 +93,12 @@ def _leaves_nothing(rank: int, world_size: int) -> tuple[int, int, int]:
     dist.barrier()  # what the peer reads of the last operation is kept until it has read that
     del model
     dist.barrier()
-    return len(segment._segments), _mappings(), _descriptors("memfd:shardkit")
-
-
-def _mappings() -> int:
-    return sum("memfd:shardkit" in line for line in Path("/proc/self/maps").read_text().splitlines())
-
-
-def _descriptors(name: str) -> int:
+    assert not segment._segments
     links = [str(entry.readlink()) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
-    return sum(name in link for link in links)
-
-
-def test_deleting_a_model_frees_its_shared_memory_at_once() -> None:
-    # Whoever deletes it first hears of the peer's with the next gather: until then those are `mapped`, without pages.
-    for segments, mapped, descriptors in run_ranks(2, _leaves_nothing, isolated=True):
-        assert segments == 0
-        assert descriptors == 0
-        assert mapped <= 6  # two groups of the peer, and four gradients: a parcel each where this rank always read late
+    assert not any("memfd:shardkit" in link for link in links)
+    # Whoever deletes it first hears of the peer's with the next gather: until then those are mapped, without pages:
+    # two groups of the peer, and four gradients, a parcel each where this rank always read late.
+    assert sum("memfd:shardkit" in line for line in Path("/proc/self/maps").read_text().splitlines()) <= 6
 
 
 def _pages(rank: int, world_size: int, deleted: Path) -> list[int]:
@@ -156,7 +137,8 @@ def test_a_deleted_models_pages_are_given_back_though_peers_map_them(tmp_path: P
     assert gone == 0
 
 
-def _forks(rank: int, world_size: int) -> bool:
+@on_ranks(2, isolated=True)
+def test_a_forked_child_gives_nothing_back(rank: int, world_size: int) -> None:
     model = _sharded(world_size, 64, 64)  # no peer has read anything of it yet
     before = model[0].weight.to_local().detach().clone()
     child = os.fork()
@@ -164,29 +146,7 @@ def _forks(rank: int, world_size: int) -> bool:
         del model
         os._exit(0)
     os.waitpid(child, 0)
-    return torch.equal(model[0].weight.to_local(), before)
-
-
-def test_a_forked_child_gives_nothing_back() -> None:
-    assert run_ranks(2, _forks, isolated=True) == [True, True]
-
-
-def _drops_the_peers_mappings(rank: int, world_size: int) -> list[int]:
-    seen = []
-    kept = _sharded(world_size, 8, 8)
-    _step(kept, 8)
-    for _ in range(8):
-        model = _sharded(world_size, 64, 64, 64)
-        _step(model, 64)
-        del model
-        _step(kept, 8)
-        seen.append(_mappings())
-    return seen
-
-
-def test_mappings_of_deleted_models_do_not_pile_up() -> None:
-    for seen in run_ranks(2, _drops_the_peers_mappings, isolated=True):
-        assert seen[-1] < seen[0] + 4  # each of the eight models had two segments; one or two outboxes come and go
+    assert torch.equal(model[0].weight.to_local(), before)
 
 
 # -- who may write when ------------------------------------------------------------------------------------------------
@@ -230,9 +190,7 @@ class _Late(nn.Module):
 def _late_model(world_size: int) -> nn.Sequential:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), _Late(), nn.Linear(64, 64, bias=False))
-    for layer in (model[0], model[2]):
-        fully_shard(layer, mesh=rank_mesh((world_size,)))
-    return fully_shard(model, mesh=rank_mesh((world_size,)))
+    return shard_each(model[0], model[2], model, mesh=rank_mesh((world_size,)))
 
 
 @torch.no_grad()
@@ -275,33 +233,15 @@ def test_a_shard_may_be_written_to_as_soon_as_control_returns(
         assert torch.equal(expected, seen)
 
 
-def _moves_a_shard(rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+@on_ranks(2)
+def test_a_shard_whose_memory_has_moved_is_read_where_it_is(rank: int, world_size: int) -> None:
     model = _sharded(world_size, 8, 8)
     model(torch.ones(2, 8))
     for parameter in model.parameters():
         local = parameter.to_local().detach()
         parameter._local_tensor.set_(torch.full_like(local, 7.0))  # as pickling for another process does
     seen = model(torch.ones(2, 8)).detach()
-    return seen, nn.functional.linear(torch.ones(2, 8), torch.full((8, 8), 7.0), torch.full((8,), 7.0))
-
-
-def test_a_shard_whose_memory_has_moved_is_read_where_it_is() -> None:
-    for seen, expected in run_ranks(2, _moves_a_shard):
-        assert torch.equal(seen, expected)
-
-
-@torch.no_grad()
-def _unshards_around_a_forward(rank: int, world_size: int, waits: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    body, head = _late_model(world_size), fully_shard(nn.Linear(64, 64, bias=False), mesh=rank_mesh((world_size,)))
-    expected = head.weight.full_tensor()
-    handle = head.unshard(async_op=True)
-    body(torch.ones(2, 64))
-    return expected, _weight_before_it_is_written(head, handle, rank, waits)
-
-
-def test_a_gather_across_a_forward_is_settled_too(tmp_path: Path) -> None:
-    for expected, seen in run_ranks(2, _unshards_around_a_forward, tmp_path / "waits"):
-        assert torch.equal(expected, seen)
+    assert torch.equal(seen, nn.functional.linear(torch.ones(2, 8), torch.full((8, 8), 7.0), torch.full((8,), 7.0)))
 
 
 @on_ranks(2)
@@ -339,9 +279,7 @@ class _LateBackward(nn.Module):
 def _resets_and_writes(rank: int, world_size: int, waits: Path) -> tuple[torch.Tensor, torch.Tensor]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), _LateBackward(), nn.Linear(64, 64))
-    for layer in (model[0], model[2]):
-        fully_shard(layer, mesh=rank_mesh((world_size,)))
-    fully_shard(model, mesh=rank_mesh((world_size,)))
+    shard_each(model[0], model[2], model, mesh=rank_mesh((world_size,)))
     model.set_requires_gradient_sync(False)
     inputs = [torch.ones(2, 64, requires_grad=True) for _ in range(2)]
     model(inputs[0]).sum().backward()
@@ -508,37 +446,29 @@ def test_what_is_heard_in_inference_mode_can_be_summed(rank: int, world_size: in
 # -- when it is not available ------------------------------------------------------------------------------------------
 
 
-def _one_declines(rank: int, world_size: int) -> str:
+@on_ranks(3, isolated=True)
+def test_one_rank_that_declines_makes_all_use_collectives(rank: int, world_size: int) -> None:
     if rank == 1:
         os.environ["SHARDKIT_SHARED_MEMORY"] = "0"
     group = dist.new_group()
-    kind = type(transport_for(group, CPU)).__name__
-    model = nn.Linear(6, 6)
-    fully_shard(model, mesh=torch.distributed.device_mesh.DeviceMesh.from_group(group, "cpu"))
-    assert _step(model, 6) > 0
-    return kind
-
-
-def test_one_rank_that_declines_makes_all_use_collectives() -> None:
-    assert run_ranks(3, _one_declines, isolated=True) == [C10dTransport.__name__] * 3
+    assert isinstance(transport_for(group, CPU), C10dTransport)
+    assert _step(fully_shard(nn.Linear(6, 6), mesh=DeviceMesh.from_group(group, "cpu")), 6) > 0
 
 
 _CLONE_NEWNET = 0x40000000  # linux/sched.h
 
 
-def _one_is_elsewhere(rank: int, world_size: int) -> str:
+@on_ranks(2, isolated=True)
+def test_ranks_in_containers_of_their_own_use_collectives(rank: int, world_size: int) -> None:
     group = dist.new_group()
     # Another network namespace, as in a container of its own: its sockets cannot be reached.
     if rank == 0 and ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWNET):
         pytest.skip(f"may not make a network namespace: {os.strerror(ctypes.get_errno())}")
-    return type(transport_for(group, CPU)).__name__
+    assert isinstance(transport_for(group, CPU), C10dTransport)
 
 
-def test_ranks_in_containers_of_their_own_use_collectives() -> None:
-    assert run_ranks(2, _one_is_elsewhere, isolated=True) == [C10dTransport.__name__] * 2
-
-
-def _at_the_limit(rank: int, world_size: int) -> tuple[list[str], int]:
+@on_ranks(2, isolated=True)
+def test_shards_stay_in_private_memory_where_files_are_used_up(rank: int, world_size: int) -> None:
     _step(_sharded(world_size, 4, 4), 4)  # the ranks have met
     torch.manual_seed(0)
     layers = [nn.Linear(8, 8) for _ in range(20)]  # a file for each, two before Python 3.13
@@ -547,27 +477,20 @@ def _at_the_limit(rank: int, world_size: int) -> tuple[list[str], int]:
     used = max([os.dup(0) for _ in range(200)])
     resource.setrlimit(resource.RLIMIT_NOFILE, ((used + 10) * 4 // 3, hard))  # a quarter is left for other purposes
     try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            for layer in layers:
-                fully_shard(layer, mesh=rank_mesh((world_size,)))
+        with pytest.warns(
+            UserWarning, match=r"of 'weight', and of groups after it, stay in private.*ulimit -n"
+        ) as told:
+            shard_each(*layers, mesh=rank_mesh((world_size,)))
+        assert len(told) == 1
         model = fully_shard(nn.Sequential(*layers), mesh=rank_mesh((world_size,)))
         lent = sum(segment.locate(parameter.to_local()) is not None for parameter in model.parameters())
+        assert 0 < lent < 40
         for _ in range(2):
             seen = model(torch.ones(2, 8))
             torch.testing.assert_close(seen, expected)
             seen.sum().backward()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    return [str(one.message) for one in caught], lent
-
-
-def test_shards_stay_in_private_memory_where_files_are_used_up() -> None:
-    for messages, lent in run_ranks(2, _at_the_limit, isolated=True):
-        (message,) = messages
-        assert 0 < lent < 40
-        assert message.startswith("the shards of 'weight', and of groups after it, stay in private memory")
-        assert "ulimit -n" in message
 
 
 def _meets_nobody(rank: int, world_size: int, directory: str) -> None:
@@ -614,19 +537,14 @@ def test_a_killed_peer_is_named_at_once(tmp_path: Path) -> None:
     assert "the process of rank 1 of the group has ended" in said
 
 
-def _another_group(rank: int, world_size: int) -> str:
-    over = transport("shared")
-    plan = gather_plan(CASES["small"], over, f"blocks.{rank}")
+@on_ranks(2, isolated=True)
+def test_ranks_at_different_groups_are_told_so(rank: int, world_size: int) -> None:
+    plan = gather_plan(CASES["small"], transport("shared"), f"blocks.{rank}")
     sources = [torch.ones(item.layout.local_shape(rank)) for item in plan.items]
-    with pytest.raises(RuntimeError) as error:
+    other = 1 - rank
+    told = f"rank {other} of the group is at 'blocks.{other}' where this rank is at 'blocks.{rank}'"
+    with pytest.raises(RuntimeError, match=told):
         make_lane(CPU, "all-gather").start(plan.transport.gather(plan, sources, flats_for(plan)), plan.label).wait()
-    return str(error.value)
-
-
-def test_ranks_at_different_groups_are_told_so() -> None:
-    first, second = run_ranks(2, _another_group, isolated=True)
-    assert "rank 1 of the group is at 'blocks.1' where this rank is at 'blocks.0'" in first
-    assert "rank 0 of the group is at 'blocks.0' where this rank is at 'blocks.1'" in second
 
 
 def _another_size(rank: int, world_size: int) -> str:
@@ -645,22 +563,15 @@ def test_a_shard_of_another_size_is_refused() -> None:
     assert "rank 1 of the group shares 30000 elements of 'blocks.0.w0', expected 24000" in first
 
 
-def _over_the_limit(rank: int, world_size: int) -> str:
+@on_ranks(1)
+def test_a_limit_on_open_files_is_named(rank: int, world_size: int) -> None:
     sender, receiver = _pair(5.0)
     operation = sender.post(Channel.GATHER, Table("block", segment.shared_copies([torch.ones(4)])))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (1, hard))
     try:
-        table = receiver.collect(operation, "block")[0]
-        assert table is not None and table.tensors
-    except OSError as error:
-        return str(error)
+        with pytest.raises(OSError, match=r"(?s)Too many open files.*ulimit -n"):
+            receiver.collect(operation, "block")[0].tensors  # noqa: B018
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         sender.close(), receiver.close()
-    return "no error"
-
-
-def test_a_limit_on_open_files_is_named() -> None:
-    [message] = run_ranks(1, _over_the_limit)
-    assert "Too many open files" in message and "ulimit -n" in message
