@@ -16,11 +16,15 @@ WORLD_SIZES = [1, 2, 3, 4]
 
 
 class Everything(nn.Module):
-    """Initialisers of `torch.nn.init` and of `torch`, a padded embedding, and writes into a child's parameters."""
+    """Initialisers of `torch.nn.init` and of `torch`, a padded embedding, and writes into a child's parameters.
+
+    Also attention, whose initialiser starts with an underscore, and a table that is in no state dict.
+    """
 
     def __init__(self):
         super().__init__()
         self.padded = nn.Embedding(7, 6, padding_idx=5)
+        self.attention, self.rotary = nn.MultiheadAttention(8, 2), Rotary(4)
         self.named = nn.ParameterDict({name: nn.Parameter(torch.ones(6, 5)) for name in INITIALISERS})
         self.rows = nn.Parameter(torch.ones(7, 3))
         self.last = nn.Linear(5, 6)
@@ -63,86 +67,6 @@ class Rotary(nn.Module):
         self.steps.fill_(7)
 
 
-class Scale(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.value = nn.Parameter(torch.ones(()))
-
-    def reset_parameters(self):
-        nn.init.normal_(self.value)
-
-
-class Block(nn.Module):
-    def __init__(self, dim=10):
-        super().__init__()
-        self.linear = nn.Linear(dim, 7)
-        self.norm = nn.LayerNorm(7)
-        self.bn = nn.BatchNorm1d(7)
-        self.scale = Scale()
-        self.rotary = Rotary(4)
-
-
-class Model(nn.Module):
-    """Tied embedding, attention (whose initialiser starts with an underscore), truncated normals."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(11, 10)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.attention = nn.MultiheadAttention(8, 2)
-        self.head = Head(10, 11, bias=False)
-        self.head.weight = self.embedding.weight
-
-
-class Head(nn.Linear):
-    def reset_parameters(self):
-        nn.init.trunc_normal_(self.weight, std=0.02, a=-0.03, b=0.03)
-
-
-def shard(model, world_size, axes=1):
-    mesh = rank_mesh((world_size,), ("shard",)) if axes == 1 else rank_mesh((2, 2), ("replicate", "shard"))
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
-
-
-def unsharded_initialisation():
-    torch.manual_seed(17)
-    model = Model()
-    torch.manual_seed(18)
-
-    def reset(module):
-        if (
-            next(module.parameters(recurse=False), None) is not None
-            or next(module.buffers(recurse=False), None) is not None
-        ):
-            getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))()
-
-    model.apply(reset)
-    return model
-
-
-@pytest.mark.parametrize(("world_size", "axes"), [(1, 1), (2, 1), (3, 1), (4, 1), (4, 2)])
-@on_ranks()
-def test_same_values_as_unsharded_on_any_world_size(rank, world_size, axes):
-    expected = unsharded_initialisation()
-    with torch.device("meta"):
-        model = shard(Model(), world_size, axes)
-    torch.manual_seed(18)
-    materialize(model)
-    for name, tensor in expected.state_dict().items():
-        seen = model.state_dict()[name]
-        assert torch.equal(seen.full_tensor() if isinstance(seen, DTensor) else seen, tensor), name
-    assert torch.equal(model.blocks[1].rotary.angles, torch.tensor([0, 0.5, 1, 1.5]))
-    assert model.head.weight is model.embedding.weight
-    assert not any(parameter.grad_fn for parameter in model.parameters())
-    assert all(parameter.requires_grad and parameter.is_leaf for parameter in model.parameters())
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    materialize(model)  # nothing is left to do
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(*(t.to_local() if isinstance(t, DTensor) else t for t in (tensor, before[name]))), name
-
-
 def placements_of_cases(rank, world_size):
     """By case: the model on the meta device, sharded in one way."""
     mesh = rank_mesh((world_size,), ("shard",))
@@ -172,16 +96,26 @@ def test_every_initialiser_gives_the_values_of_one_process(rank, world_size):
     torch.manual_seed(3)
     expected = Everything()
     torch.manual_seed(4)
-    for module in (expected.padded, expected.last, expected):
-        module.reset_parameters()
+    expected.padded.reset_parameters()
+    expected.attention.out_proj.reset_parameters()
+    expected.attention._reset_parameters()
+    expected.last.reset_parameters()
+    expected.reset_parameters()
+    expected.rotary.reset_parameters()
     state = torch.get_rng_state()
     for case, model in placements_of_cases(rank, world_size):
         torch.manual_seed(4)
         materialize(model)
         assert torch.equal(torch.get_rng_state(), state), case
         for name, tensor in expected.state_dict().items():
-            assert torch.equal(model.state_dict()[name].full_tensor(), tensor), (case, name)
+            seen = model.state_dict()[name]
+            assert torch.equal(seen.full_tensor() if isinstance(seen, DTensor) else seen, tensor), (case, name)
+        assert torch.equal(model.rotary.angles, expected.rotary.angles)
+        assert all(parameter.requires_grad and parameter.is_leaf for parameter in model.parameters())
         assert model.last.bias.seen and model.rows.mark == "kept"
+        before = model.rows.to_local().clone()
+        materialize(model)  # nothing is left to do
+        assert torch.equal(model.rows.to_local(), before)
 
 
 class Keeps(nn.Module):

@@ -12,7 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 from shardkit.core import MixedPrecisionPolicy, events, fully_shard
 from shardkit.core.engine.step import state_of
-from tests.support import on_ranks, run_ranks
+from tests.support import on_ranks
+from tests.support.models import Composed
+from tests.support.sharding import shard_each
 
 BLOCKS = 6
 WIDTH = 12  # every world size from 1 to 4 divides it: no padding
@@ -20,25 +22,22 @@ BLOCK_BYTES = (WIDTH * WIDTH + WIDTH) * 4
 ROOT_BYTES = 2 * BLOCK_BYTES
 
 
-class Chain(nn.Module):
+def _equal_blocks() -> Any:
     """Equal blocks between two linear layers that belong to the root."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.inp, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.inp(x)
-        for block in self.blocks:
+    def run(model: Any, x: Tensor) -> Tensor:
+        x = model.inp(x)
+        for block in model.blocks:
             x = torch.tanh(block(x))
-        return self.out(x)
+        return model.out(x)
+
+    inp, out, *blocks = (nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS + 2))
+    return Composed(run, inp=inp, out=out, blocks=nn.ModuleList(blocks))
 
 
 def _chain(depth: int | None = None, root: bool | None = None, **options: Any) -> Any:
-    model = Chain()
-    for block in model.blocks:
-        fully_shard(block, **options)
+    model = _equal_blocks()
+    shard_each(*model.blocks, **options)
     fully_shard(model, reshard_after_forward=root)
     if depth is not None:
         model.set_prefetch_depth(depth)
@@ -90,8 +89,8 @@ class Meter:
         self.hits, self.misses = [], []
 
 
-@pytest.mark.parametrize("depth", [0, 1, 2, 3])
-@on_ranks(2, 4)
+@pytest.mark.parametrize(("world_size", "depth"), [(2, 0), (2, 1), (4, 3)])
+@on_ranks()
 def test_at_most_depth_plus_one_groups(rank: int, world_size: int, depth: int) -> None:
     model = _chain(depth)
     forward_order = [f"blocks.{index}" for index in range(BLOCKS)]
@@ -142,17 +141,18 @@ def test_bound_of_micro_batches(rank: int, world_size: int, depth: int) -> None:
             assert meter.block_bytes == meter.root_bytes == 0
 
 
-def _recomputing_chain(model: Any, x: Tensor, every: int = 3) -> Tensor:
-    for index, block in enumerate(model.blocks):
-        x = checkpoint(block, x, use_reentrant=True) if index % every == every - 1 else block(x)
-    return x
-
-
 @on_ranks(2)
 def test_bound_with_inner_backwards(rank: int, world_size: int) -> None:
     """The bound does not grow with the number of blocks between recomputed ones."""
+
+    def run(model: Any, x: Tensor) -> Tensor:
+        x = model.inp(x)
+        for index, block in enumerate(model.blocks):
+            x = checkpoint(block, x, use_reentrant=True) if index % 2 else block(x)
+        return model.out(x)
+
     model = _chain()
-    model.forward = lambda x: model.out(_recomputing_chain(model, model.inp(x), every=2))
+    model.run = run
     with Meter() as meter:
         for _ in range(3):
             loss = model(torch.randn(2, WIDTH)).sum()
@@ -190,105 +190,40 @@ def test_forwards_without_backward_before_a_step(rank: int, world_size: int) -> 
         assert torch.equal(param.grad.full_tensor(), expected.grad)
 
 
-class Towers(nn.Module):
-    """Blocks none of whose inputs needs a gradient: no hook reports that backward leaves them."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__()
-        self.towers = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(count))
-        self.out = nn.Linear(1, 1, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(sum(tower(x) for tower in self.towers))
-
-
 @on_ranks(1)
 def test_many_inputs_without_gradients(rank: int, world_size: int) -> None:
-    model = Towers(sys.getrecursionlimit() // 2)
-    for tower in model.towers:
-        fully_shard(tower)
-    fully_shard(model)
+    """Blocks none of whose inputs needs a gradient: no hook reports that backward leaves them."""
+    towers = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(sys.getrecursionlimit() // 2))
+    model = Composed(lambda module, x: sum(tower(x) for tower in module.towers), towers=towers)
+    shard_each(*model.towers, model)
     model(torch.ones(2, 1)).sum().backward()
     assert all(param.grad is not None for param in model.parameters())
 
 
-@pytest.mark.parametrize("ahead", [1, 2])
+@pytest.mark.parametrize("cast", [False, True])
 @on_ranks(2)
-def test_bound_where_forwards_run_ahead_of_last_backwards(rank: int, world_size: int, ahead: int) -> None:
-    """Forwards run ahead, and each backward is the last of a step: it forgets forwards that others will visit."""
-    model = _chain(1)
-    order = [f"blocks.{index}" for index in reversed(range(BLOCKS))]
-    waiting: list[Tensor] = []
-    with Meter() as meter:
-        for iteration in range(6):
-            waiting.append(model(torch.randn(2, WIDTH, requires_grad=True)).square().sum())
-            if iteration >= ahead:
-                meter.start_phase()
-                waiting.pop(0).backward()
-                assert sorted(meter.hits + meter.misses, reverse=True) == order
-                assert meter.peak_bytes <= 2 * BLOCK_BYTES
-                assert meter.block_bytes == meter.root_bytes == 0
+def test_a_block_that_returns_an_input_is_gathered_once(rank: int, world_size: int, cast: bool) -> None:
+    """Blocks hand on a tensor that they were given, as those of T5 do with their position bias."""
 
+    def block(module: Any, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.tanh(module.linear(x) + bias), bias
 
-class Biased(nn.Module):
-    """A block that hands on a tensor that it was given, as blocks of T5 do with their position bias."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.tanh(self.linear(x) + bias), bias
-
-
-def _inputs_returned(rank: int, world_size: int, cast: bool) -> list[str]:
-    """The gathers of a backward."""
-    model = Chain()
-    model.blocks = nn.ModuleList(Biased() for _ in range(BLOCKS))
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if cast else None)
-    for block in model.blocks:
-        fully_shard(block, mp_policy=policy)
-    fully_shard(model)
-
-    def forward(x: Tensor) -> Tensor:
+    def run(model: Any, x: Tensor) -> Tensor:
         bias = x = model.inp(x)
-        for block in model.blocks:
-            x, bias = block(x, bias)
-        return model.out(x.float())
+        for one in model.blocks:
+            x, bias = one(x, bias)
+        return x.float()
 
-    model.forward = forward
+    blocks = nn.ModuleList(Composed(block, linear=nn.Linear(WIDTH, WIDTH)) for _ in range(BLOCKS))
+    model = Composed(run, inp=nn.Linear(WIDTH, WIDTH), blocks=blocks)
+    shard_each(*blocks, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16 if cast else None))
+    fully_shard(model)
     for _ in range(2):
         loss = model(torch.randn(2, WIDTH)).sum()
-        seen: list[events.Event] = []
-        with events.subscribe(seen.append):
+        gathers = Gathers()
+        with events.subscribe(gathers):
             loss.backward()
-    return [one.fqn for one in seen if isinstance(one, events.GatherStarted)]
-
-
-@pytest.mark.parametrize("cast", [False, True])
-def test_a_block_that_returns_an_input_is_gathered_once(cast: bool) -> None:
-    for gathered in run_ranks(2, _inputs_returned, cast):
-        assert len(gathered) == len(set(gathered))
-
-
-@pytest.mark.parametrize(("depth", "requires_grad"), [(0, True), (1, True), (2, True), (2, False)])
-@on_ranks(2)
-def test_bound_of_several_forwards_in_a_backward(rank: int, world_size: int, depth: int, requires_grad: bool) -> None:
-    """The sum of several forwards' losses; the model's output is that of its last block, whose hook comes first."""
-    model = _chain(depth)
-    model.forward = lambda x: _run_through(list(model.blocks), x)
-    order = [f"blocks.{index}" for index in reversed(range(BLOCKS))]
-    # Without a gradient of its input the first block stays unsharded until backward ends, for all forwards.
-    expected = 3 * order if requires_grad else order + 2 * order[:-1]
-    with Meter() as meter:
-        for iteration in range(2):
-            xs = [torch.randn(2, WIDTH, requires_grad=requires_grad) for _ in range(3)]
-            loss = sum(model(x).sum() for x in xs)
-            meter.start_phase()
-            loss.backward()
-            if iteration:
-                assert meter.peak_bytes == (depth + 1) * BLOCK_BYTES
-                assert (meter.hits, meter.misses) == ((expected, []) if depth else ([], expected))
+    assert len(gathers.labels) == len(set(gathers.labels))
 
 
 def _run_through(modules: list[nn.Module], x: Tensor) -> Tensor:
@@ -304,7 +239,7 @@ def test_bound_when_the_order_changes(rank: int, world_size: int) -> None:
         model = _chain(depth)
         with Meter() as meter:
             for order in ([0, 1, 2, 3, 4, 5], [0, 2, 4], [5, 3, 1], [0, 1, 2, 3, 4, 5], [1, 1, 4, 1], [2, 0]):
-                model.forward = lambda x, model=model, order=order: model.out(
+                model.run = lambda model, x, order=order: model.out(
                     _run_through([model.inp, *(model.blocks[index] for index in order)], x)
                 )
                 meter.start_phase()
@@ -368,28 +303,16 @@ def test_explicit_prefetch_lists(rank: int, world_size: int) -> None:
             ], where
 
 
-class Words(nn.Module):
-    """An embedding, whose backward does not need its table, before blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(5, WIDTH)
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return _run_through([self.table, *self.blocks], tokens)
-
-
 @on_ranks(2)
 def test_unshard_in_backward(rank: int, world_size: int) -> None:
-    """Neither its backward, nor the learnt order, nor an explicit list gathers the table; its gradient is the same."""
+    """Neither the backward of an embedding, nor the learnt order, nor a list gathers its table."""
     gradients = []
     for needed, explicit in ((True, False), (False, False), (False, True)):
         torch.manual_seed(0)
-        model = Words()
-        for module in (model.table, *model.blocks):
-            fully_shard(module)
-        fully_shard(model)
+        blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        run = lambda module, x: _run_through([module.table, *module.blocks], x)  # noqa: E731
+        model = Composed(run, table=nn.Embedding(5, WIDTH), blocks=blocks)
+        shard_each(model.table, *model.blocks, model)
         model.table.set_unshard_in_backward(needed)
         if explicit:
             model.blocks[0].set_modules_to_backward_prefetch([model.table])
@@ -446,7 +369,7 @@ def test_a_backward_that_is_not_the_last_leaves_no_reduction_running(rank: int, 
     assert all(torch.equal(p.grad.to_local(), one) for p, one in zip(model.parameters(), once, strict=True))
 
 
-@on_ranks(2, 4)
+@on_ranks(2)
 def test_reshard_after_forward(rank: int, world_size: int) -> None:
     for reshard, root in ((True, None), (True, True), (False, None), (False, False), (False, True), (None, None)):
         model = _chain(root=root, reshard_after_forward=reshard)

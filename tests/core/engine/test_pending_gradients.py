@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 import shardkit.core as shardkit
 from tests.support import on_ranks, rank_mesh, run_ranks
+from tests.support.sharding import shard_each
 from tests.support.twins import Twins, assert_close, batch
 
 DTYPES = {
@@ -36,8 +37,7 @@ class _Layers(nn.Module):
         return self.leave(self.second(self.first(self.enter(x)).tanh()))
 
     def shard(self, api: Any, **options: Any) -> None:
-        for module in (self.first, self.second, self):
-            api.fully_shard(module, **options)
+        shard_each(self.first, self.second, self, api=api, **options)
 
     def backward(self, rank: int, step: int) -> None:
         self(batch(rank, 3, 6, seed=step)).square().mean().backward()
@@ -54,9 +54,7 @@ class _Chunked(nn.Module):
         return self.norm(self.body(x))
 
     def shard(self, api: Any, **options: Any) -> None:
-        api.fully_shard(self.body, **options)
-        api.fully_shard([self.norm, self.head], **options)
-        api.fully_shard(self, **options)
+        shard_each(self.body, [self.norm, self.head], self, api=api, **options)
 
     def backward(self, rank: int, step: int) -> None:
         hidden = self(batch(rank, 4, 6, seed=step))
@@ -210,11 +208,7 @@ def _loss(model: Any, rank: int) -> Tensor:
 
 
 def _shard_all(mesh: Any, policy: Any = shardkit.MixedPrecisionPolicy()) -> Callable[[Any], None]:  # noqa: B008
-    def shard(model: Any) -> None:
-        for module in (model.first, model.second, model.third, model):
-            shardkit.fully_shard(module, mesh=mesh, mp_policy=policy)
-
-    return shard
+    return lambda model: shard_each(model.first, model.second, model.third, model, mesh=mesh, mp_policy=policy)
 
 
 MESHES: dict[str, Callable[[int], Any]] = {
@@ -222,7 +216,7 @@ MESHES: dict[str, Callable[[int], Any]] = {
     "hsdp": lambda world_size: rank_mesh((2, world_size // 2), ("replicas", "shards")),
     "replicas": lambda world_size: rank_mesh((world_size, 1), ("replicas", "shards")),
 }
-ON_MESHES = [(size, name) for name in MESHES for size in (1, 2, 4) if size > 1 or name == "fsdp"]
+ON_MESHES = [(1, "fsdp"), (2, "fsdp"), (4, "hsdp"), (2, "replicas")]
 
 
 def _accumulate(twins: Twins, *, hybrid: bool) -> None:
@@ -235,8 +229,10 @@ def _accumulate(twins: Twins, *, hybrid: bool) -> None:
         twins.backward(_loss)
 
 
-@pytest.mark.parametrize("reduce_dtype", [None, torch.float64])
-@pytest.mark.parametrize(("world_size", "mesh"), ON_MESHES)
+@pytest.mark.parametrize(
+    ("world_size", "mesh", "reduce_dtype"),
+    [(1, "fsdp", None), (2, "fsdp", torch.float64), (4, "hsdp", None), (2, "replicas", torch.float64)],
+)
 @on_ranks()
 def test_they_are_read_written_and_reduced(
     rank: int, world_size: int, mesh: str, reduce_dtype: torch.dtype | None
@@ -315,8 +311,7 @@ def test_zero_grad_of_a_module_drops_what_is_below_it(rank: int, world_size: int
         return model
 
     def shard(model: Any) -> None:
-        shardkit.fully_shard([model[0], model[1]], mesh=MESHES[mesh](world_size))
-        shardkit.fully_shard(model, mesh=MESHES[mesh](world_size))
+        shard_each([model[0], model[1]], model, mesh=MESHES[mesh](world_size))
 
     for below in ([0], [1], [3], [0, 1, 2, 3]):
         for set_to_none in (True, False):

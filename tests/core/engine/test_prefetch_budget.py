@@ -2,7 +2,7 @@
 
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shardkit.core import MixedPrecisionPolicy, events, fully_shard, share_comm_ctx
+from shardkit.core import events, fully_shard, share_comm_ctx
 from shardkit.core.engine.group import FSDPParamGroup
 from shardkit.core.engine.step import state_of
-from tests.support import networked_mesh, on_ranks, rank_mesh, run_ranks
-from tests.support.models import Block
+from tests.support import networked_mesh, on_ranks, rank_mesh
+from tests.support.models import Block, Composed
+from tests.support.sharding import shard_each
 from tests.support.twins import batch
 
 WIDTH = 7  # no world size but 1 divides it: all shards are uneven
@@ -89,8 +90,7 @@ class Tower(nn.Module):
 def _tower(mesh: Any, budget: int | None = None, root: bool | None = None, **options: Any) -> Any:
     torch.manual_seed(0)
     model = Tower()
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, **options)
+    shard_each(*model.blocks, mesh=mesh, **options)
     fully_shard(model, mesh=mesh, **({"reshard_after_forward": root} | options))
     model.set_prefetch_budget(budget)
     return model
@@ -180,28 +180,6 @@ def test_budget_is_kept_and_used(rank: int, world_size: int, kind: str, step: St
     assert sum(before) < sum(plain)
 
 
-@pytest.mark.parametrize("world_size", [1, 3, 4])
-def test_budget_on_other_world_sizes(world_size: int) -> None:
-    run_ranks(world_size, _gathered_once, "networked")
-
-
-def _gathered_once(rank: int, world_size: int, kind: str) -> None:
-    """With room for everything each group is gathered once an iteration; with least room as if it were resharded."""
-    mesh = MESHES[kind]((world_size,))
-    bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    for options in ({}, {"mp_policy": bf16}):
-        model = _tower(mesh, EVERYTHING, **options)
-        meter = Meter()
-        with events.subscribe(meter):
-            for _ in range(3):
-                meter.gathers.clear()
-                _one_forward(model, rank, 0)
-                groups = ["FSDPTower", *(f"blocks.{index}" for index in range(6))] if world_size > 1 else []
-                assert meter.gathers == groups
-                model.zero_grad()
-        assert meter.now == 0
-
-
 @on_ranks(2)
 def test_a_budget_is_the_number_of_groups_that_fit(rank: int, world_size: int) -> None:
     """How many equal blocks are under way when the first one runs, and how many stay, by the number that has room."""
@@ -209,9 +187,7 @@ def test_a_budget_is_the_number_of_groups_that_fit(rank: int, world_size: int) -
     for room in range(1, 7):
         torch.manual_seed(0)
         model: Any = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(6)))
-        for block in model:
-            fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+        shard_each(*model, model, mesh=mesh)
         model.set_prefetch_budget(room * 8 * 8 * 4 + 17)
         held: list[int] = []
         model[0].register_forward_pre_hook(lambda *unused: held.append(sum(g.is_unsharded for g in _groups(model))))  # noqa: B023
@@ -318,61 +294,46 @@ def test_frozen_groups_that_backward_does_not_need(rank: int, world_size: int) -
             assert "blocks.0" not in meter.gathers
 
 
-def _counts_of_evaluations(model: Any, rank: int, expected: Sequence[int]) -> None:
-    shards = list(model.parameters())
-    for count in expected:
-        meter = Meter()
-        with events.subscribe(meter), torch.no_grad():
-            model(batch(rank, 4, WIDTH))
-        assert len(meter.gathers) == count
-    with torch.no_grad():
-        for parameter in shards:
-            parameter.mul_(0.5)
-        again = model(batch(rank, 4, WIDTH))
-        model.set_reshard_after_forward(True)
-        for module in (model, *model.blocks):
-            module.reshard()
-        assert torch.equal(again, model(batch(rank, 4, WIDTH))), "a stale parameter was used"
-
-
 @on_ranks(2)
 def test_evaluation_with_parameters_kept(rank: int, world_size: int) -> None:
     """`reshard_after_forward=False` keeps the groups that fit, also when no backward follows."""
     model = _tower(rank_mesh((world_size,)), EVERYTHING, reshard_after_forward=False)
-    _counts_of_evaluations(model, rank, [7, 0, 0])
+    for count in (7, 0, 0):
+        meter = Meter()
+        with events.subscribe(meter), torch.no_grad():
+            model(batch(rank, 4, WIDTH))
+        assert len(meter.gathers) == count
 
 
 # -- nested, recomputed, in a new order --------------------------------------------------------------------------------
 
 
-class _Nested(nn.Module):
+def _nested(draw: random.Random) -> Any:
     """Blocks of random sizes, some around another one that is sharded, recomputed or not."""
 
-    def __init__(self, draw: random.Random) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(WIDTH, draw.choice([3, 9, 17, 31])) for _ in range(draw.randint(4, 7)))
-        self.inner = nn.ModuleList(Block(WIDTH, draw.choice([3, 8])) for _ in range(2))
-        self.holders = draw.sample(range(len(self.blocks)), 2)
-        self.recomputes = draw.random() < 0.7
-        self.order = list(range(len(self.blocks)))
+    def one(model: Any, index: int, x: Tensor) -> Tensor:
+        x = model.blocks[index](x)
+        return model.inner[holders.index(index)](x) if index in holders else x
 
-    def forward(self, x: Tensor) -> Tensor:
-        for index in self.order:
-            x = checkpoint(self._run, index, x, use_reentrant=False) if self.recomputes else self._run(index, x)
+    def run(model: Any, x: Tensor) -> Tensor:
+        for index in model.order:
+            x = checkpoint(one, model, index, x, use_reentrant=False) if recomputes else one(model, index, x)
         return x
 
-    def _run(self, index: int, x: Tensor) -> Tensor:
-        x = self.blocks[index](x)
-        return self.inner[self.holders.index(index)](x) if index in self.holders else x
+    blocks = nn.ModuleList(Block(WIDTH, draw.choice([3, 9, 17, 31])) for _ in range(draw.randint(4, 7)))
+    inner = nn.ModuleList(Block(WIDTH, draw.choice([3, 8])) for _ in range(2))
+    holders, recomputes = draw.sample(range(len(blocks)), 2), draw.random() < 0.7
+    return Composed(run, blocks=blocks, inner=inner, order=list(range(len(blocks))))
 
 
-def _stays_within(rank: int, world_size: int, mesh: str, seeds: Sequence[int]) -> None:
-    for seed in seeds:
+@pytest.mark.parametrize("mesh", MESHES)
+@on_ranks(2)
+def test_a_budget_holds_for_random_models(rank: int, world_size: int, mesh: str) -> None:
+    for seed in range(24):
         draw = random.Random(seed)
         torch.manual_seed(seed)
-        model: Any = _Nested(draw)
-        for module in (*model.inner, *model.blocks, model):
-            fully_shard(module, mesh=MESHES[mesh]((world_size,)))
+        model = _nested(draw)
+        shard_each(*model.inner, *model.blocks, model, mesh=MESHES[mesh]((world_size,)))
         model(batch(rank, 4, WIDTH)).square().mean().backward()
         needs = sorted(_needs(model).values())
         model.set_prefetch_budget(budget := sum(needs[-2:]) + draw.randrange(needs[-1]))
@@ -382,11 +343,6 @@ def _stays_within(rank: int, world_size: int, mesh: str, seeds: Sequence[int]) -
                 draw.shuffle(model.order)
                 _one_forward(model, rank, step)
         assert meter.peak <= budget, seed
-
-
-@pytest.mark.parametrize("mesh", MESHES)
-def test_a_budget_holds_for_random_models(mesh: str) -> None:
-    run_ranks(2, _stays_within, mesh, range(24))
 
 
 # -- beside a depth ----------------------------------------------------------------------------------------------------
@@ -423,28 +379,3 @@ def test_a_budget_holds_beside_a_root_with_a_depth(rank: int, world_size: int, m
             for loss in reversed(losses):
                 loss.backward()
     assert needs[-1] < most <= budget
-
-
-@on_ranks(2)
-def test_a_depth_after_a_budget(rank: int, world_size: int) -> None:
-    """After a change to a depth only the depth counts: the same gathers, and the same memory, as without the change."""
-    meters = []
-    for budget in (False, True):
-        model = _tower(rank_mesh((world_size,)))
-        for step in range(2):
-            _one_forward(model, rank, step)
-        if budget:
-            model.set_prefetch_budget(EVERYTHING)
-            loss = model(batch(rank, 4, WIDTH)).square().mean()
-            model.set_prefetch_budget(None)
-            model.set_prefetch_depth(0)
-            loss.backward()
-        else:
-            model.set_prefetch_depth(0)
-            _one_forward(model, rank, 2)
-        meters.append(Meter())
-        with events.subscribe(meters[-1]):
-            for step in range(2):
-                _one_forward(model, rank, step)
-    assert meters[0].peak == meters[1].peak
-    assert meters[0].gathers == meters[1].gathers
