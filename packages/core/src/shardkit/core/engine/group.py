@@ -84,6 +84,8 @@ class Residence(enum.Enum):
     CACHED = enum.auto()
     KEPT = enum.auto()
 
+    __hash__ = object.__hash__  # enum's own is a call of Python's, in every transition
+
 
 _UNSHARDED = frozenset({Residence.GATHERING, Residence.UNSHARDED})
 _WITH_MEMORY = frozenset({*_UNSHARDED, Residence.CACHED})

@@ -227,7 +227,6 @@ def _reduce(
         note_freed(output, group.label, "reduce_output")
 
 
-@torch.no_grad()
 def _copy_all(gradients: list[torch.Tensor], dtype: torch.dtype, division: Division, label: str) -> Reduction:
     """The reduce-scatter of a single rank, which sends nothing."""
     hold(*gradients)

@@ -62,7 +62,6 @@ class C10dTransport(NetworkTransport):
             note_allocated(packed, plan.label, "packed")
         return self._gather(plan, sources, flats, packed)
 
-    @torch.no_grad()
     def _gather(
         self,
         plan: GatherPlan,
@@ -119,7 +118,6 @@ class C10dTransport(NetworkTransport):
         if not self.direct:
             raise NotImplementedError(f"{self.group.name()} cannot run {count} buffers in one launch; pack them")
 
-    @torch.no_grad()
     def reduce(self, plan: ReducePlan, grads: list[torch.Tensor], mean: Mean) -> Reduction:
         if not self._averages:
             mean = mean.as_sum(self.world_size)
@@ -129,7 +127,6 @@ class C10dTransport(NetworkTransport):
         note_allocated(plan.direct_nbytes, plan.label, "gradient")
         return self._reduce(plan, rows, packed, mean)
 
-    @torch.no_grad()
     def _reduce(self, plan: ReducePlan, rows: list[torch.Tensor], packed: torch.Tensor | None, mean: Mean) -> Reduction:
         """One reduce-scatter for each direct gradient, in place, and one for the packed buffer."""
         launched = time.perf_counter()
@@ -203,7 +200,6 @@ def flat_gradient(plan: ReducePlan, grad: torch.Tensor, divisor: float | None) -
 # -- one rank, and all-reduce ------------------------------------------------------------------------------------------
 
 
-@torch.no_grad()
 def gather_alone(sources: Sequence[torch.Tensor], flats: Sequence[torch.Tensor]) -> Program:
     """The gather of a single rank, whose chunk is the tensor: casts and moves it. Arguments as `Transport.gather`."""
     shaped = [flat[: source.numel()].view(source.shape) for source, flat in zip(sources, flats, strict=True)]
@@ -213,7 +209,6 @@ def gather_alone(sources: Sequence[torch.Tensor], flats: Sequence[torch.Tensor])
     yield  # a program, though nothing is waited for
 
 
-@torch.no_grad()
 def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, op: Any, label: str) -> Program:
     """The program that all-reduces the contiguous `tensor` in place. Collective over `group`, in launch order.
 

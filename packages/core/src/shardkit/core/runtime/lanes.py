@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import torch
 
 from shardkit.core import events
+from shardkit.core.torch_compat import set_grad_enabled
 
 __all__ = [
     "NEXT_STAGE",
@@ -44,7 +45,7 @@ class Waitable(Protocol):
 
 Program: TypeAlias = Generator[Sequence[Waitable], None, None]
 """Launches communication, yields the works it waits on, continues with local work once they are done, may launch and
-yield again, then returns. Programs compose with `yield from`."""
+yield again, then returns. Programs compose with `yield from`. Lanes run them without autograd."""
 
 Reduction: TypeAlias = Generator[Sequence[Waitable], None, torch.Tensor]
 """A program that returns its output, which it has allocated on its lane."""
@@ -280,6 +281,8 @@ class CpuTicket:
 
     def _resume(self, doing: str) -> None:
         assert self._program is not None
+        graphed = torch.is_grad_enabled()
+        set_grad_enabled(False)
         try:
             self._pending = next(self._program)
             while self._pending is NEXT_STAGE:
@@ -289,6 +292,8 @@ class CpuTicket:
         except Exception as error:
             self._finish()
             raise _failure(self._label, doing, error) from error
+        finally:
+            set_grad_enabled(graphed)
 
     def _finish(self) -> None:
         self.done = True
@@ -377,7 +382,7 @@ class StreamLane:
 
     def _run_stage(self, program: Program, held: list[torch.Tensor]) -> bool:
         """Queues `program` on this lane's stream up to `NEXT_STAGE`; True if it has ended."""
-        with self._module.stream(self.stream), Holder(held, self):
+        with self._module.stream(self.stream), Holder(held, self), torch.no_grad():
             for works in program:
                 if works is NEXT_STAGE:
                     return False

@@ -22,6 +22,9 @@ from shardkit.core.torch_compat import chunk_cat, foreach_copy_, foreach_zero_
 # dtype (complex128) and vectorized copies.
 _ALIGNMENT = 16
 
+# On a CPU, a copy that also casts pieces of fewer elements than this takes several times as long as a cast and a copy.
+_SHORT = 16
+
 
 class Block(NamedTuple):
     """The chunks of `item` on consecutive ranks from `first` on: equal in shape and not empty.
@@ -109,6 +112,8 @@ class Packing:
         """Copies the packed items of `wholes`, of any strides, to the rows of all ranks, cast; zeroes the padding."""
         if chunk_cat is not None and self._as_matrix(buffer):
             rows = buffer.view(self.world_size, -1)
+            if not buffer.is_cuda and self.row_numel < _SHORT * len(self.columns):
+                wholes = [whole.to(buffer.dtype) for whole in wholes]
             chunk_cat([wholes[item] for item, _ in self.columns], 0, rows.shape[0], out=rows)
             return
         targets: list[torch.Tensor] = []

@@ -145,7 +145,6 @@ class CompressedTransport(Transport):
         note_allocated(buffer, plan.label, "packed")
         return self._gather(plan, rows, sources, flats, buffer)
 
-    @torch.no_grad()
     def _gather(
         self,
         plan: GatherPlan,
@@ -169,7 +168,6 @@ class CompressedTransport(Transport):
 
     # -- reductions ----------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def reduce(self, plan: ReducePlan, grads: list[torch.Tensor], mean: Mean) -> Reduction:
         rows = self._reductions.get(plan)
         if rows is None:
@@ -185,7 +183,6 @@ class CompressedTransport(Transport):
         note_allocated(0, plan.label, "gradient")
         return self._reduce(plan, rows, outgoing, total, mean.as_sum(self.world_size))
 
-    @torch.no_grad()
     def _reduce(
         self, plan: ReducePlan, rows: ReduceRows, outgoing: torch.Tensor, total: torch.Tensor, mean: Mean
     ) -> Reduction:

@@ -238,7 +238,6 @@ class SharedTransport(Transport):
 
     # -- gathers -------------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def gather(self, plan: GatherPlan, sources: Sequence[torch.Tensor], flats: Sequence[torch.Tensor]) -> Program:
         launched = time.perf_counter()
         binding = self._bindings.get(plan)
@@ -277,7 +276,6 @@ class SharedTransport(Transport):
 
     # -- reductions ----------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def reduce(self, plan: ReducePlan, grads: list[torch.Tensor], mean: Mean) -> Reduction:
         launched, mean = time.perf_counter(), mean.as_sum(self.world_size)
         output = plan.allocate_output()
