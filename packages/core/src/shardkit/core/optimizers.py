@@ -16,7 +16,6 @@ from shardkit.core.engine.root import live_roots
 from shardkit.core.optimizer_steps.block_steps import steps_by_block
 from shardkit.core.optimizer_steps.plain_steps import PlainSteps, plain_steps_of
 from shardkit.core.optimizer_steps.supported import ELEMENTWISE, plain_parameters, steps_by_element
-from shardkit.core.optimizer_steps.whole_state import cut_whole_state
 from shardkit.core.parameters.managed import added_parameters
 from shardkit.core.parameters.param import sharded_counterpart
 from shardkit.core.torch_compat import is_within_step, no_dynamo
@@ -90,7 +89,6 @@ def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     lists = [(group.get("foreach"), group.get("fused")) for group in optimizer.param_groups]
     identities = [*lists, *map(id, held)]
     if known is None or known.identities != identities:
-        cut_whole_state(optimizer)
         groups = _find_groups(optimizer, held)
         steps = _choose_plain(optimizer)
         known = _held_by[optimizer] = _Held(identities, groups, None if steps is None else weakref.ref(steps))

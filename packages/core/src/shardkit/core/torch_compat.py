@@ -58,7 +58,6 @@ __all__ = [
     "has_gradient_hooks",
     "held_local",
     "in_backward",
-    "is_compared_with_whole_state",
     "is_gathered_by_torch",
     "is_leaf_or_view",
     "is_plain",
@@ -349,14 +348,6 @@ def is_within_step(optimizer: torch.optim.Optimizer) -> bool:
     return depth > 1
 
 
-def is_compared_with_whole_state() -> bool:
-    """Whether torch's `set_optimizer_state_dict` requests a state dict, as a model for cutting whole state."""
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code is not _LOAD_STATE:
-        frame = frame.f_back  # type: ignore[assignment]
-    return frame is not None
-
-
 def is_gathered_by_torch() -> bool:
     """Whether torch's `get_optimizer_state_dict` with `full_state_dict=True` requests a state dict."""
     frame = sys._getframe(1)
@@ -365,7 +356,6 @@ def is_gathered_by_torch() -> bool:
     return frame is not None and bool(frame.f_locals["info"].full_state_dict)
 
 
-_LOAD_STATE = inspect.unwrap(dcp_state_dict._load_optim_state_dict).__code__
 _GET_STATE = inspect.unwrap(dcp_state_dict._get_optim_state_dict).__code__
 
 # The wrapper that torch puts around the `step` of every optimizer class, to call hooks.

@@ -30,9 +30,8 @@ from torch.distributed.tensor import DTensor
 from shardkit.core.beyond.files import FileTier
 from shardkit.core.beyond.waiting import WaitingState, give_back, make_wait
 from shardkit.core.engine.group import FSDPParamGroup
-from shardkit.core.optimizer_steps.plain_steps import PlainSteps, Twin, lent, plain_steps_of, use_steps
+from shardkit.core.optimizer_steps.plain_steps import NUMBERS, PlainSteps, Twin, lent, plain_steps_of, use_steps
 from shardkit.core.optimizer_steps.supported import ELEMENTWISE, steps_by_element
-from shardkit.core.optimizer_steps.whole_state import NUMBERS
 from shardkit.core.optimizers import optimizer_step_on_shards
 from shardkit.core.parameters.param import fqn_of, sharded_counterpart
 from shardkit.core.torch_compat import bare_step, no_dynamo

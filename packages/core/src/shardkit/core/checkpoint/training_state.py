@@ -41,7 +41,7 @@ from shardkit.core.checkpoint.leaves import (
 from shardkit.core.checkpoint.location import Location
 from shardkit.core.checkpoint.reading import read_objects, read_tensors
 from shardkit.core.optimizer_steps.block_steps import target_by_block
-from shardkit.core.optimizer_steps.whole_state import NUMBERS
+from shardkit.core.optimizer_steps.plain_steps import NUMBERS
 from shardkit.core.parameters.placements import Owned, is_ours
 from shardkit.core.torch_compat import local_of
 

@@ -45,13 +45,10 @@ from shardkit.core.optimizer_steps.block_steps import (
     scales_of_shards,
 )
 from shardkit.core.optimizer_steps.supported import lacks_state_somewhere, steps_on_empty
-from shardkit.core.optimizer_steps.whole_state import NUMBERS, part_of_state
 from shardkit.core.parameters.adapters import user_attributes
 from shardkit.core.parameters.param import fqn_of
-from shardkit.core.parameters.placed import PlacedTensor
 from shardkit.core.torch_compat import (
     hook_innermost,
-    is_compared_with_whole_state,
     is_gathered_by_torch,
     is_within_step,
     lies_like,
@@ -60,13 +57,16 @@ from shardkit.core.torch_compat import (
     no_dynamo,
 )
 
-__all__ = ["PlainSteps", "Twin", "lent", "plain_steps_of", "restore_interrupted_steps", "use_steps"]
+__all__ = ["NUMBERS", "PlainSteps", "Twin", "lent", "plain_steps_of", "restore_interrupted_steps", "use_steps"]
 
 _States: TypeAlias = defaultdict[Any, dict[str, Any]]
 
 _ATTRIBUTE = "_shardkit_plain_steps"  # of the optimizer, which neither pickles nor copies it
 
 _NOTHING = object()
+
+NUMBERS = {"step", "eta", "mu", "mu_product"}
+"""State of torch's optimizers that is one number for a whole parameter, even for a 0-dim one."""
 
 lent: WeakSet[torch.optim.Optimizer] = WeakSet()
 """Optimizers that hold other tensors than between steps: those that are stepping, and those whose step has raised."""
@@ -103,6 +103,20 @@ class Twin:
                 "optimizer steps on plain tensors; redistribute the gradient before the step"
             )
         return local_of(gradient)
+
+    def check_loaded(self, state: dict[str, Any]) -> None:
+        """Raises RuntimeError for state of a whole parameter of which ranks hold parts; kernels may not notice."""
+        mesh, placements = self.parameter.device_mesh, self.parameter.placements
+        if all(one.is_replicate() or mesh.size(axis) == 1 for axis, one in enumerate(placements)):
+            return
+        for key, value in state.items():
+            plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and key not in NUMBERS
+            if plain and value.ndim and value.shape == self.parameter.shape:
+                raise RuntimeError(
+                    f"state '{key}' of parameter '{fqn_of(self.parameter)}' is a plain tensor of the whole, as of one "
+                    f"process, and its placements are {placements}. Load it from a checkpoint of CheckpointManager or "
+                    "torch.distributed.checkpoint, which know each rank's part"
+                )
 
     def lend_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """The same state with plain tensors."""
@@ -201,8 +215,7 @@ class PlainSteps:
         gradients = [twin.gradient() for twin in twins.values()]
         if id(optimizer.state) != self._state_left:  # bitsandbytes loads without hooks
             for twin in twins.values():
-                if state := optimizer.state.get(twin.parameter):
-                    optimizer.state[twin.parameter] = part_of_state(state, twin.parameter)
+                twin.check_loaded(optimizer.state.get(twin.parameter, {}))
         plain_state: _States = defaultdict(dict)
         for key, state in optimizer.state.items():
             if (found := twins.get(id(key))) is None:
@@ -276,7 +289,7 @@ def use_steps(optimizer: torch.optim.Optimizer, steps: PlainSteps) -> None:
     optimizer.__dict__[_ATTRIBUTE] = steps
     optimizer.register_load_state_dict_pre_hook(steps.forget_joined)
     optimizer.register_state_dict_pre_hook(steps.give_back)
-    optimizer.register_state_dict_post_hook(_let_torch_give_whole_state)
+    optimizer.register_state_dict_post_hook(_refuse_gathering)
 
 
 def restore_interrupted_steps() -> None:
@@ -285,8 +298,8 @@ def restore_interrupted_steps() -> None:
         optimizer.__dict__[_ATTRIBUTE].give_back(optimizer)
 
 
-def _let_torch_give_whole_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    """State dict post-hook: torch leaves plain tensors whole, and cuts only for its own placements.
+def _refuse_gathering(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """State dict post-hook.
 
     Raises:
         RuntimeError: if torch is about to gather state that other ranks lack, and would wait for them forever.
@@ -297,7 +310,3 @@ def _let_torch_give_whole_state(optimizer: torch.optim.Optimizer, state_dict: di
             "blocks, and torch's get_optimizer_state_dict with full_state_dict=True gathers from all ranks. Save "
             "without full_state_dict, or with CheckpointManager"
         )
-    if is_compared_with_whole_state():
-        for number, values in state_dict["state"].items():
-            plain = {key: local_of(one) if isinstance(one, PlacedTensor) else one for key, one in values.items()}
-            state_dict["state"][number] = plain
