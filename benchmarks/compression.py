@@ -31,8 +31,7 @@ POLICIES: dict[str, CompressionPolicy | None] = {
     "gather int8": CompressionPolicy(gather="int8"),
     "reduce bf16": CompressionPolicy(reduce="bf16"),
     "reduce int8": CompressionPolicy(reduce="int8"),
-    "reduce int8, error feedback": CompressionPolicy(reduce="int8", error_feedback=True),
-    "both int8, error feedback": CompressionPolicy(gather="int8", reduce="int8", error_feedback=True),
+    "both int8": CompressionPolicy(gather="int8", reduce="int8"),
 }
 
 

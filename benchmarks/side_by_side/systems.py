@@ -57,7 +57,7 @@ def _shardkit(workload: Workload, place: Place, **options: object) -> System:
 def _shardkit_int8(workload: Workload, place: Place) -> System:
     from shardkit.core import CompressionPolicy
 
-    policy = CompressionPolicy(gather="int8", reduce="int8", error_feedback=True)
+    policy = CompressionPolicy(gather="int8", reduce="int8")
     return _shardkit(workload, place, compression_policy=policy)
 
 

@@ -427,7 +427,5 @@ CONFIGURATIONS: list[Configuration] = [
         | {"mp_policy": ours.MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)},
         on_stock=False,
     ),
-    configuration(
-        "bf16 gradients, errors fed back", options=_compressed(reduce="bf16", error_feedback=True), on_stock=False
-    ),
+    configuration("bf16 gradients", options=_compressed(reduce="bf16"), on_stock=False),
 ]

@@ -147,7 +147,7 @@ def offloaded(mesh: DeviceMesh) -> nn.Module:
 def compressed(mesh: DeviceMesh) -> nn.Module:
     """Parameters and gradients of the layers travel in fewer bytes, where ranks share no memory."""
     model = GPT()
-    policy = CompressionPolicy(gather="int8", reduce="bf16", error_feedback=True)
+    policy = CompressionPolicy(gather="int8", reduce="bf16")
     for layer in model.layers:
         fully_shard(layer, mesh=mesh, compression_policy=policy)
     return fully_shard(model, mesh=mesh)

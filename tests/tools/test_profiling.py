@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import itertools
-import os
 import time
 from collections import Counter
 from pathlib import Path
@@ -13,10 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
-from shardkit.core import CompressionPolicy, events, fully_shard
+from shardkit.core import events, fully_shard
 from shardkit.core.events import StorageKind
 from shardkit.tools.doctor import diagnose
 from shardkit.tools.profiling import Profile, profile
@@ -25,7 +23,7 @@ from shardkit.tools.profiling.recorder import _limits_of_control_groups
 from shardkit.tools.report.measures import times_last
 from shardkit.tools.report.schema import Rank, Report
 from tests.support import rank_mesh, run_ranks
-from tests.tools.profiled import BATCH, BLOCK_BYTES, BLOCKS, ROOT_BYTES, WIDTH, Chain, profiled, sharded_chain, train
+from tests.tools.profiled import BATCH, BLOCK_BYTES, BLOCKS, ROOT_BYTES, WIDTH, profiled, sharded_chain, train
 
 STEPS = 3
 MODEL_BYTES = BLOCKS * BLOCK_BYTES + ROOT_BYTES
@@ -384,28 +382,6 @@ def test_the_state_of_every_optimizer_is_counted_from_its_first_step_on() -> Non
     assert report is not None and report.run.recorded_steps == 3
     held = report.ranks[0].memory.categories["optimizer"].values
     assert held[-1] == 2 * MODEL_BYTES // 2 + 4 * 2 * (BLOCKS + 2)
-
-
-def _rounds(rank: int, world_size: int) -> Report | None:
-    os.environ["SHARDKIT_SHARED_MEMORY"] = "0"
-    mesh = DeviceMesh.from_group(dist.new_group(), "cpu")
-    model = Chain()
-    policy = CompressionPolicy(reduce="bf16", error_feedback=True)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, compression_policy=policy)
-    fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    with profile(model, optimizer) as run:
-        for _ in range(2):
-            train(model, optimizer)
-    return run.report
-
-
-def test_what_compression_keeps_back_is_communication() -> None:
-    report = run_ranks(2, _rounds)[0]
-    assert report is not None
-    # Half of each block's matrix goes to the other rank, and its rounding errors are kept in fp32.
-    assert report.ranks[0].memory.categories["communication"].values[-1] == BLOCKS * WIDTH * WIDTH // 2 * 4
 
 
 def test_every_kind_of_storage_has_a_category() -> None:

@@ -34,7 +34,7 @@ F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 POLICIES = {
     "int8": CompressionPolicy(gather="int8", reduce="int8", block=32),
     "bf16": CompressionPolicy(gather="bf16", reduce="bf16"),
-    "feedback": CompressionPolicy(gather="int8", reduce="int8", block=5, error_feedback=True),
+    "small blocks": CompressionPolicy(gather="int8", reduce="int8", block=5),
 }
 KINDS = ("c10d_packed", "c10d_direct")
 WORLD_SIZES = (2, 3, 4)
@@ -99,15 +99,14 @@ DTYPES = ((F32, F32, None, None), (BF16, F32, None, 3.0), (F16, F16, 2.0, 1.5), 
 def _reduces(rank: int, world_size: int, kind: str, name: str, cases: Sequence[str] = REDUCED) -> None:
     policy = POLICIES[name]
     for grad_dtype, reduce_dtype, before, after in DTYPES:
-        over = _over(kind, policy)  # anew: it keeps the errors that it feeds back
+        over = _over(kind, policy)
         for case_name in cases:
             case = CASES[case_name]
             plan = reduce_plan(case, over, grad_dtype, reduce_dtype, label=case_name)
             if plan.transport is not over:  # nothing to compress, so summed as ever
                 continue
             wire = grad_dtype if grad_dtype.itemsize < reduce_dtype.itemsize else reduce_dtype
-            errors: dict[tuple[int, int], Tensor] = {}
-            for step in range(3 if policy.error_feedback else 2):
+            for step in range(2):
                 seen = run_reduce(plan, _terms(case, grad_dtype, rank, step), before, after)
                 given = [_terms(case, grad_dtype, one, step) for one in range(world_size)]
                 for i, item in enumerate(plan.items):
@@ -117,28 +116,10 @@ def _reduces(rank: int, world_size: int, kind: str, name: str, cases: Sequence[s
                         if one == rank:
                             arrived.append(chunk.float())
                             continue
-                        lossy = chunk.ndim > 1 and wire.itemsize > (1 if policy.reduce == "int8" else 2)
-                        if policy.error_feedback and lossy:
-                            chunk = chunk.float() + errors.get((one, i), 0)
-                        sent = rounded(chunk, policy.reduce, policy, wire, chunk.ndim)
-                        if policy.error_feedback and lossy:
-                            errors[one, i] = chunk - sent
-                        arrived.append(sent)
+                        arrived.append(rounded(chunk, policy.reduce, policy, wire, chunk.ndim))
                     expected = summed(arrived, F32, before, after).to(reduce_dtype)
                     assert seen[i].dtype == reduce_dtype
                     assert torch.equal(seen[i], expected), (case_name, item, step, grad_dtype, reduce_dtype)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@on_ranks(2)
-def test_gradients_that_are_not_rounded_drop_the_errors_of_earlier_ones(rank: int, world_size: int, kind: str) -> None:
-    policy = CompressionPolicy(reduce="bf16", error_feedback=True)
-    case, used, fresh = CASES["small"], _over(kind, policy), _over(kind, policy)
-    for dtype in (F32, BF16):
-        run_reduce(reduce_plan(case, used, dtype, F32), _terms(case, dtype, rank), None, None)
-    assert not used.residuals
-    seen, expected = (run_reduce(reduce_plan(case, one, F32, F32), _terms(case, F32, rank)) for one in (used, fresh))
-    assert all(map(torch.equal, seen, expected))
 
 
 @pytest.mark.parametrize("name", ["int8", "bf16"])
@@ -183,7 +164,7 @@ def test_chunks_are_rounded_in_parts(rank: int, world_size: int) -> None:
 @on_ranks(4)
 def test_wire_bytes(rank: int, world_size: int, kind: str) -> None:
     """The wire bytes of events equal the bytes of the rows, and all reported memory is freed again."""
-    policy = CompressionPolicy(gather="int8", reduce="int8", block=100, error_feedback=True)
+    policy = CompressionPolicy(gather="int8", reduce="int8", block=100)
     over = _over(kind, policy)
     case = Case(((10, 100), (7,)), (0, 0), (F32, F32))
     heard: list[events.Event] = []
@@ -207,14 +188,13 @@ def test_wire_bytes(rank: int, world_size: int, kind: str) -> None:
             left[event.kind] = left.get(event.kind, 0) + sign * event.bytes
     # The sums are the caller's.
     sums = 4 * reduction.output_numel
-    residual = 4 * (1000 - 100 * (3, 3, 3, 1)[rank])
-    assert left == {"packed": 0, "gradient": 0, "reduce_input": 0, "reduce_output": sums, "residual": residual}
+    assert left == {"packed": 0, "gradient": 0, "reduce_input": 0, "reduce_output": sums}
 
 
 @on_ranks(3)
 def test_overflow_is_seen_once(rank: int, world_size: int) -> None:
     """Values that are not finite arrive as such, and do not come back with the next gradient."""
-    over = _over("c10d_packed", POLICIES["feedback"])
+    over = _over("c10d_packed", POLICIES["small blocks"])
     case = Case(((world_size, 20),), (0,), (F32,))
     plan = reduce_plan(case, over, F32, F32)
     for bad in (torch.inf, torch.nan):
@@ -263,7 +243,6 @@ class Reference:
         torch.manual_seed(0)
         self.model = Net()
         self.policy, self.shards, self.replicas, self.mixed = policy, shards, replicas, mixed
-        self.errors: dict[tuple[str, int, int], Tensor] = {}
 
     def _layout(self, parameter: Tensor) -> ChunkLayout:
         dim = _dims(nn.Parameter(parameter.detach()))
@@ -294,9 +273,9 @@ class Reference:
             model = self.gathered()
             backward(model, rank)
             given.append({fqn: p.grad for fqn, p in model.named_parameters()})
-        return {fqn: self._reduced(fqn, [one[fqn] for one in given]) for fqn in given[0]}
+        return {fqn: self._reduced([one[fqn] for one in given]) for fqn in given[0]}
 
-    def _reduced(self, fqn: str, given: Sequence[Tensor]) -> Tensor:
+    def _reduced(self, given: Sequence[Tensor]) -> Tensor:
         if not given[0].ndim:
             return sum((one.float() for one in given[1:]), given[0].float()) / len(given)
         total = torch.zeros(given[0].shape)
@@ -308,20 +287,13 @@ class Reference:
                 for shard in range(self.shards):
                     rank = replica * self.shards + shard
                     chunk = chunk_of(given[rank], layout, owner)
-                    terms.append(chunk.float() if shard == owner else self._sent(fqn, rank, owner, chunk))
+                    terms.append(chunk.float() if shard == owner else self._sent(chunk))
                 sums.append(summed(terms, F32, None, self.shards))
             chunk_of(total, layout, owner).copy_(sum(sums[1:], sums[0]) / self.replicas)
         return total
 
-    def _sent(self, fqn: str, rank: int, owner: int, chunk: Tensor) -> Tensor:
-        dtype, policy = chunk.dtype, self.policy
-        feeds = policy.error_feedback and chunk.ndim > 1
-        if feeds:
-            chunk = chunk.float() + self.errors.get((fqn, rank, owner), 0)
-        sent = rounded(chunk, policy.reduce, policy, dtype, chunk.ndim)
-        if feeds:
-            self.errors[fqn, rank, owner] = chunk - sent
-        return sent
+    def _sent(self, chunk: Tensor) -> Tensor:
+        return rounded(chunk, self.policy.reduce, self.policy, chunk.dtype, chunk.ndim)
 
 
 @pytest.mark.daily(world_size=[3, 4])
@@ -384,7 +356,7 @@ def _gradients(model: Any, rank: int, micro_batches: int = 1) -> list[Tensor]:
 def test_shared_memory_compresses_nothing(rank: int, world_size: int) -> None:
     """Where ranks share memory nothing is on the wire, and nothing is rounded."""
     mesh = rank_mesh((world_size,))
-    seen = _gradients(_net(mesh, compression_policy=POLICIES["feedback"]), rank)
+    seen = _gradients(_net(mesh, compression_policy=POLICIES["small blocks"]), rank)
     assert all(torch.equal(one, two) for one, two in zip(seen, _gradients(_net(mesh), rank), strict=True))
 
 
@@ -395,30 +367,6 @@ def test_reshard_to_neighbours(rank: int, world_size: int) -> None:
     whole_group = _gradients(_net(mesh, compression_policy=policy, reshard_after_forward=True), rank)
     neighbours = _gradients(_net(mesh, compression_policy=policy, reshard_after_forward=2), rank)
     assert all(torch.equal(one, two) for one, two in zip(whole_group, neighbours, strict=True))
-
-
-@on_ranks(2)
-def test_errors_that_cannot_come_back_are_dropped(rank: int, world_size: int) -> None:
-    """Errors are kept while they can come back, and no longer; events say so."""
-    policy = CompressionPolicy(reduce="bf16", error_feedback=True)
-    model = _net(networked_mesh((world_size,)), compression_policy=policy)
-    held: list[int] = []
-
-    def listen(event: events.Event) -> None:
-        if isinstance(event, events.StorageAllocated | events.StorageFreed) and event.kind == "residual":
-            held.append(event.bytes if isinstance(event, events.StorageAllocated) else -event.bytes)
-
-    with events.subscribe(listen):
-        _gradients(model, rank)
-        kept = sum(held)
-        block = fully_shard.state(model.blocks[0])
-        sent = sum(p.numel() - p.to_local().numel() for p in model.blocks[0].parameters() if p.ndim > 1)
-        for group in block.groups:
-            group.set_mixed_precision(MixedPrecisionPolicy(reduce_dtype=BF16))  # which needs no rounding
-        _gradients(model, rank)
-        assert kept - sum(held) == 4 * sent > 0
-        del model, block, group
-    assert sum(held) == 0
 
 
 @on_ranks(2)
@@ -448,8 +396,6 @@ def test_what_is_refused(rank: int, world_size: int) -> None:
         CompressionPolicy(gather="int4")
     with pytest.raises(ValueError, match=r"block must be a positive number of elements, got 0"):
         CompressionPolicy(reduce="int8", block=0)
-    with pytest.raises(ValueError, match=r"reduce is None; set reduce"):
-        CompressionPolicy(gather="int8", error_feedback=True)
     with pytest.raises(TypeError, match=r"compression_policy must be a CompressionPolicy, got str"):
         fully_shard(nn.Linear(2, 2), compression_policy="int8")
     model = fully_shard(nn.Linear(4, 4), mesh=rank_mesh((world_size,)), compression_policy=POLICIES["int8"])

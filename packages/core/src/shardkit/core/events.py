@@ -21,9 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-StorageKind: TypeAlias = Literal[
-    "unsharded", "packed", "outbox", "reduce_input", "reduce_output", "gradient", "residual"
-]
+StorageKind: TypeAlias = Literal["unsharded", "packed", "outbox", "reduce_input", "reduce_output", "gradient"]
 
 
 @dataclass(frozen=True)
@@ -89,8 +87,7 @@ class _Storage:
     `kind`: `unsharded` (an unsharded parameter), `packed` (the packed buffer of small and unevenly cut parameters),
     `outbox` (shared memory for gradients on the way to other ranks of this host, kept between steps), `reduce_input`
     (incoming terms of a sum), `reduce_output` (sums that become sharded gradients), `gradient` (unsharded gradients,
-    until their reduction frees them), `residual` (rounding errors that compression adds to the next gradient, kept
-    between steps).
+    until their reduction frees them).
     """
 
     fqn: str

@@ -134,14 +134,11 @@ class CompressionPolicy:
         gather: "int8", "bf16" or None for full precision. All ranks compute with the same rounded parameters.
         reduce: the same for gradients on the way to their owner, which sums them in fp32 and does not round its own.
         block: number of consecutive elements that share one fp32 scale, the largest magnitude over 127 (int8 only).
-        error_feedback: adds the rounding error of a gradient to the next one. It costs one fp32 element for each
-            element sent.
     """
 
     gather: Literal["int8", "bf16"] | None = None
     reduce: Literal["int8", "bf16"] | None = None
     block: int = 256
-    error_feedback: bool = False
 
     def __post_init__(self) -> None:
         for name in ("gather", "reduce"):
@@ -151,10 +148,6 @@ class CompressionPolicy:
                 )
         if isinstance(self.block, bool) or not isinstance(self.block, int) or self.block < 1:
             raise ValueError(f"CompressionPolicy.block must be a positive number of elements, got {self.block!r}")
-        if self.error_feedback and self.reduce is None:
-            raise ValueError(
-                "CompressionPolicy.error_feedback feeds back the rounding of gradients, but reduce is None; set reduce"
-            )
 
 
 @dataclass(frozen=True)

@@ -221,8 +221,6 @@ class FSDPParamGroup:
         self.settings = replace(self.settings, **settings)
         if "communication" in settings:
             self.plans = None
-            if self.transports is not None:
-                self.transports[1].forget_residuals()
         if "keep_unsharded_storage" in settings and self.residence not in _WITH_MEMORY:
             self.free()  # memory that was kept so far
 
@@ -552,8 +550,6 @@ class FSDPParamGroup:
         self.backward_users.clear()
         self.reshard()
         self._accumulating = False
-        if self.transports is not None:  # rounding errors of a step that did not end belong to no gradient
-            self.transports[1].forget_residuals()
         for param in self.params:
             param.forget_gradients()
             if RESET_DROPS_GRADIENTS:

@@ -45,11 +45,6 @@ class Transports:
     gather: Transport | None
     reduce: Transport | None
 
-    def forget_residuals(self) -> None:
-        """Drops rounding errors kept for error feedback."""
-        if self.reduce is not None:
-            self.reduce.forget_residuals()
-
 
 def transport_for(group: dist.ProcessGroup, device: torch.device, registered: bool = False) -> Transport:
     """The transport of `group` for tensors on `device`; the same object as long as it is in use.

@@ -140,7 +140,7 @@ _MADE_IN: dict[str, Category] = {
 }
 
 # Kinds of storages that core's communication allocates.
-_BUFFERS = ("packed", "reduce_input", "outbox", "residual")
+_BUFFERS = ("packed", "reduce_input", "outbox")
 
 # Collectives of the model itself, by prefixes of their operators' names: functional collectives and those of
 # `torch.distributed`. The value says whether they work in place, or on several tensors at once.

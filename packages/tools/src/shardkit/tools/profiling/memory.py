@@ -15,7 +15,6 @@ _OF_KIND: dict[StorageKind, str] = {
     "outbox": "communication",
     "reduce_input": "communication",
     "reduce_output": "communication",
-    "residual": "communication",
     "gradient": "gradients",
 }
 # A chart cannot show more, and reports should stay small.

@@ -5,19 +5,12 @@ the wire format too, so that all ranks compute with the same parameters.
 
 In a reduction rows of gradients go to their owners, who sum them in fp32, in rank order (`shared/transport.py`, Note
 [Rank order]). A rank's own terms are not sent, so they are not rounded.
-
-Note [Error feedback]
-The rounding error of a gradient sent to another rank is kept and added to the next gradient before that is rounded
-(Seide et al., 2014; Karimireddy et al., 2019, arXiv:1901.09847). So errors do not add up over steps: the sum of
-everything an owner has received differs from the exact sum by one rounding. This takes one fp32 element for each
-element sent, `(W - 1) / W` of the compressed parameters. Errors that are not finite are dropped, or they would stay.
 """
 
 from __future__ import annotations
 
 import time
-import weakref
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from weakref import WeakKeyDictionary
 
@@ -83,29 +76,16 @@ class ReduceRows:
 
 
 class CompressedTransport(Transport):
-    """Sends rows through `over` for one parameter group; keeps its rounding errors if they are fed back.
-
-    Attributes:
-        residuals: rounding errors, fp32, by FQN and the first of the ranks that the gradient is sent to.
-    """
+    """Sends rows through `over` for one parameter group."""
 
     name = "compressed"
 
     def __init__(self, over: NetworkTransport, policy: CompressionPolicy) -> None:
         super().__init__(over.group, over.device)
         self.policy = policy
-        self.residuals: dict[tuple[str, int], torch.Tensor] = {}
-        weakref.finalize(self, _note_gone, self.residuals).atexit = False
         self._gathers: WeakKeyDictionary[GatherPlan, GatherRows] = WeakKeyDictionary()
         self._reductions: WeakKeyDictionary[ReducePlan, ReduceRows] = WeakKeyDictionary()
         self._over = over
-
-    def forget_residuals(self) -> None:
-        self._forget({fqn for fqn, _ in self.residuals})
-
-    def _forget(self, fqns: Set[str]) -> None:
-        for key in [key for key in self.residuals if key[0] in fqns]:
-            note_freed(self.residuals.pop(key), key[0], "residual")
 
     def for_gather(self, items: Sequence[GatherItem]) -> Transport:
         formats = [_gather_format(self.policy, item) for item in items]
@@ -117,10 +97,7 @@ class CompressedTransport(Transport):
         """Itself, even if nothing is rounded, where the collective below would send wider elements than are given."""
         formats = [format_of(self.policy.reduce, self.policy.block, item.layout, wire_dtype) for item in items]
         widened = wire_dtype.itemsize < reduce_dtype.itemsize
-        lossless = all(form.lossless for form in formats)
-        if lossless:
-            self._forget({item.fqn for item in items})  # their errors are not fed back
-        return self._over if lossless and not widened else self
+        return self._over if all(form.lossless for form in formats) and not widened else self
 
     def gather_buffer(self, numel: int, dtype: torch.dtype, label: str) -> torch.Tensor:
         return self._over.gather_buffer(numel, dtype, label)
@@ -222,20 +199,7 @@ class CompressedTransport(Transport):
                 for first, ranks in run.batches(numel, outgoing.device):
                     at = rows.sent_at[first] + start
                     target = strided(outgoing, (ranks, nbytes), (run.row.nbytes, 1), at)
-                    values = chunks_of(grads[item], layout, first, ranks).reshape(ranks, numel)
-                    if self.policy.error_feedback and not form.lossless:
-                        _write_with_feedback(form, values, target, self._residual(plan, item, first, values.shape))
-                    else:
-                        form.write(values, target)
-
-    def _residual(self, plan: ReducePlan, item: int, first: int, shape: torch.Size) -> torch.Tensor:
-        """The rounding error kept so far for the gradient of `item` sent to the ranks from `first` on: fp32."""
-        fqn = plan.items[item].fqn
-        residual = self.residuals.get((fqn, first))
-        if residual is None:
-            residual = self.residuals[fqn, first] = torch.zeros(shape, dtype=torch.float32, device=self.device)
-            note_allocated(residual, fqn, "residual")
-        return residual
+                    form.write(chunks_of(grads[item], layout, first, ranks).reshape(ranks, numel), target)
 
 
 def _gather_format(policy: CompressionPolicy, item: GatherItem) -> WireFormat:
@@ -256,15 +220,6 @@ def _unpack(plan: GatherPlan, rows: GatherRows, flats: Sequence[torch.Tensor], b
                 chunks = flat.new_empty(ranks, numel)
                 form.read(wire, chunks)
                 places.copy_(chunks.view(places.shape))
-
-
-def _write_with_feedback(form: WireFormat, values: torch.Tensor, wire: torch.Tensor, residual: torch.Tensor) -> None:
-    """See Note [Error feedback]."""
-    residual.add_(values)
-    form.write(residual, wire)
-    sent = torch.empty_like(residual)
-    form.read(wire, sent)
-    residual.sub_(sent).nan_to_num_(0.0, 0.0, 0.0)
 
 
 def _sum(plan: ReducePlan, rows: ReduceRows, incoming: torch.Tensor, total: torch.Tensor, before: float | None) -> None:
@@ -296,8 +251,3 @@ def _terms(
         if before is not None:
             terms.div_(before)
         yield from terms
-
-
-def _note_gone(residuals: dict[tuple[str, int], torch.Tensor]) -> None:
-    for (fqn, _), residual in residuals.items():
-        note_freed(residual, fqn, "residual")
