@@ -160,25 +160,6 @@ def test_inner_modules_that_may_come_later(rank: int, world_size: int) -> None:
     fully_shard(moved)
 
 
-@on_ranks(2)
-def test_parameter_that_belongs_to_no_module(rank: int, world_size: int) -> None:
-    def homeless(attribute: str, value: Any) -> Any:
-        model = Composed(lambda module, x: module.inner(x), inner=nn.Linear(2, 2))
-        object.__setattr__(model, attribute, value)
-        return model
-
-    stray = nn.Parameter(torch.ones(4, 3))
-    for attribute, value in (("scales", [stray]), ("table", {"a": stray}), ("_hidden", (stray,)), ("bare", stray)):
-        model = nn.Sequential(homeless(attribute, value))
-        with pytest.raises(ValueError, match=rf"'0\.{attribute}'.*\(4, 3\).*belongs to no module.*ParameterList"):
-            fully_shard(model)
-        assert not isinstance(model[0].inner.weight, DTensor)
-    fully_shard(nn.Sequential(homeless("scales", [stray])), ignored_params={stray})
-    registered = homeless("numbers", list(range(5)))
-    registered.known = [registered.inner.weight]
-    fully_shard(registered)
-
-
 @on_ranks(4)
 def test_policies(rank: int, world_size: int) -> None:
     for name in ("param_dtype", "reduce_dtype", "output_dtype"):

@@ -133,9 +133,6 @@ def test_an_unknown_torch_is_refused(rank: int, world_size: int) -> None:
     with pytest.raises(RuntimeError, match=r"_fully_shard\.fully_shard is not torch's own but <function .*<lambda>"):
         shardkit.install()
     part.fully_shard = kept
-    torch.__version__ = "2.10.1"
-    with pytest.raises(RuntimeError, match=r"torch 2\.10\.1 is installed; shardkit-core needs torch.*2\.11"):
-        shardkit.install()
     assert set(_bound().values()) == {STOCKS[0]}
 
 

@@ -3,9 +3,7 @@
 import gc
 import sys
 import tracemalloc
-import warnings
 from collections import Counter
-from dataclasses import replace
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -210,21 +208,6 @@ def test_sharding_and_a_first_step_take_as_many_calls_for_any_number_of_ranks(ra
         first[ranks] = _calls(lambda made=made, x=x: _step(made[0], x))
     assert max(sharding.values()) <= 1.1 * min(sharding.values()), sharding
     assert max(first.values()) <= 1.1 * min(first.values()), first
-
-
-@on_ranks(1, isolated=True)
-def test_owned_parameters_among_many_ranks_are_told_of(rank: int, world_size: int) -> None:
-    one = replace(case(*((((1024, 1024), 0, BF16),) * 7)), owners={i: i for i in range(7)})
-    for ranks, told in ((8, False), (64, True)):
-        over = C10dTransport(_as_rank_0_of(ranks), CPU, direct=False)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            plan = gather_plan(one, over)
-        said = [str(one.message) for one in caught]
-        assert plan.packing is not None
-        assert plan.packing.numel == ranks * 1024 * 1024
-        assert len(said) == told, said
-        assert all("14680064 bytes of parameters travel in a buffer of 134217728 bytes" in text for text in said)
 
 
 @on_ranks(1, isolated=True)

@@ -13,7 +13,6 @@ FSDP during their own import).
 
 from __future__ import annotations
 
-import atexit
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -119,12 +118,3 @@ def _install() -> None:
             "shardkit-core there, or unset the variable"
         ) from error
     install(fsdp1=value == FSDP1)
-    if os.environ.get("RANK") == "0" and not os.environ.get(_RECORDS):
-        atexit.register(_warn_if_unused)
-
-
-def _warn_if_unused() -> None:
-    """Warns for launchers other than `shardkit run`, which warns by itself."""
-    first_step = sys.modules.get(f"{_CORE}.first_step")
-    if first_step is not None and not first_step.engine_ran():
-        sys.stderr.write(f"shardkit: {VARIABLE} is set, but no sharded model ran forward on rank 0\n")

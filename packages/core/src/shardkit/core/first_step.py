@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,17 +14,10 @@ from shardkit.core import events
 from shardkit.core.engine.step import state_of
 from shardkit.core.version import __version__
 
-__all__ = ["RECORDS", "announce_first_step", "engine_ran"]
+__all__ = ["RECORDS", "announce_first_step"]
 
 RECORDS = "SHARDKIT_RUN_RECORDS"
 """Environment variable with a directory: each process in which the engine runs leaves a file there."""
-
-_ran = threading.Event()
-
-
-def engine_ran() -> bool:
-    """Whether a sharded model has run forward in this process since `announce_first_step`."""
-    return _ran.is_set()
 
 
 def announce_first_step(*, quiet: bool) -> Callable[[], None]:
@@ -37,7 +29,6 @@ def announce_first_step(*, quiet: bool) -> Callable[[], None]:
     def listener(event: events.Event) -> None:
         if isinstance(event, events.RootReady):
             subscription.close()
-            _ran.set()
             _record()
             if not quiet and dist.get_rank() == 0:
                 sys.stderr.write(f"{_line(event.module)}\n")

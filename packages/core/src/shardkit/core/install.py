@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import functools
 import importlib
-import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, entry_points, requires
+from importlib.metadata import entry_points
 from types import ModuleType
 from typing import Any
 
@@ -69,7 +68,7 @@ def install(*, fsdp1: bool = False, announce: bool = True) -> tuple[str, ...]:
         The dotted names that this call replaced, sorted; empty if all had already been replaced.
 
     Raises:
-        RuntimeError: if torch's version is not supported, if torch lacks a name to replace or other software has
+        RuntimeError: if torch lacks a name to replace or other software has
             replaced it, if torch's own engine has already sharded a module, or if `fsdp1` is set and
             shardkit-legacy-fsdp-compat is not installed. Nothing is replaced then.
 
@@ -77,7 +76,6 @@ def install(*, fsdp1: bool = False, announce: bool = True) -> tuple[str, ...]:
     """
     if _current.undo and (_current.fsdp1 or not fsdp1):
         return _bind(_current.replacements)
-    _check_torch()
     _check_homes()
     _check_models(fsdp1)
     added = [] if _current.undo else list(_replacements_of_fsdp2())
@@ -103,20 +101,6 @@ def uninstall() -> tuple[str, ...]:
 
 
 # -- checks ------------------------------------------------------------------------------------------------------------
-
-
-def _check_torch() -> None:
-    """Checks torch's version against the range in the package's requirements."""
-    try:
-        wanted = next((line for line in requires("shardkit-core") or () if re.match(r"torch\b", line)), "")
-    except PackageNotFoundError:  # on the path without being installed
-        return
-    low, high = (re.search(rf"{bound}(\d+)\.(\d+)", wanted) for bound in (">=", "<"))
-    here = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    if (low and here < (int(low[1]), int(low[2]))) or (high and here >= (int(high[1]), int(high[2]))):
-        raise RuntimeError(
-            f"torch {torch.__version__} is installed; shardkit-core needs {wanted}; install that version"
-        )
 
 
 def _check_homes() -> None:

@@ -94,7 +94,12 @@ def _map_fields(function: Callable[[torch.Tensor], torch.Tensor], value: Any, do
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """The tensors in `value`; a repeated tensor is repeated."""
     found: list[torch.Tensor] = []
-    _collect(value, found)
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(note, value)
     return found
 
 
@@ -179,24 +184,6 @@ def _is_filled(cell: Any) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _collect(value: Any, found: list[torch.Tensor]) -> None:
-    kind = type(value)
-    if kind is tuple or kind is list or kind is dict:
-        for one in value.values() if kind is dict else value:
-            _collect(one, found)
-    elif isinstance(value, torch.Tensor):
-        found.append(value)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            _collect(getattr(value, field.name), found)
-    elif isinstance(value, list | tuple | set | frozenset):
-        for one in value:
-            _collect(one, found)
-    elif isinstance(value, dict):
-        for one in value.values():
-            _collect(one, found)
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:

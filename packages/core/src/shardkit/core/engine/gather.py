@@ -9,13 +9,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
 
-import torch
-
 from shardkit.core import events
 from shardkit.core.engine.order_check import agree
+from shardkit.core.engine.room import Group
 from shardkit.core.engine.schedule import Schedule
-from shardkit.core.engine.settings import Communication, GroupSettings
-from shardkit.core.mesh import DataParallelMesh
+from shardkit.core.engine.settings import Communication
 from shardkit.core.parameters.param import FSDPParam
 from shardkit.core.runtime.choice import Transports, may_share_memory, transport_for
 from shardkit.core.runtime.collective import gather_alone
@@ -60,18 +58,12 @@ class GatherPlans:
         return sum(param.unsharded_bytes for param in self.params)
 
 
-class Gathered(Protocol):
+class Gathered(Group, Protocol):
     """A parameter group, which `group.py` documents."""
 
-    params: list[FSDPParam]
-    mesh: DataParallelMesh
-    device: torch.device
-    label: str
-    settings: GroupSettings
     schedule: Schedule[Any]
     transports: tuple[Communication, Transports] | None
     plans: GatherPlans | None
-    versions: list[int]
     offloaded: bool
 
 

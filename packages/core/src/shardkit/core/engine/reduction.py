@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from shardkit.core.engine.room import Group
 from shardkit.core.engine.settings import GroupSettings
 from shardkit.core.mesh import DataParallelMesh
 from shardkit.core.parameters.param import FSDPParam
@@ -67,12 +68,9 @@ def division_for(size: int, dtype: torch.dtype, factor: float | None, force_sum:
     return Division(dist.ReduceOp.SUM, before=before, after_all=total / before)
 
 
-class Reduced(Protocol):
+class Reduced(Group, Protocol):
     """A parameter group, which `group.py` documents."""
 
-    params: list[FSDPParam]
-    mesh: DataParallelMesh
-    label: str
     reduce_plans: dict[tuple[Any, ...], ReducePlan]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
@@ -101,8 +100,8 @@ def manage(roots: Sequence[nn.Module], ignored: set[nn.Parameter]) -> Managed:
     """Walks the modules and collects what the call manages.
 
     Raises:
-        ValueError: for a parameter outside of all modules (in a plain list or dict attribute), or shared with a
-            replicated module, and for a module that torch's own FSDP has sharded.
+        ValueError: for a parameter that is shared with a replicated module, and for a module that torch's own FSDP has
+            sharded.
     """
     managed = Managed()
     by_id: dict[int, ManagedParameter] = {}
@@ -131,7 +130,6 @@ def manage(roots: Sequence[nn.Module], ignored: set[nn.Parameter]) -> Managed:
             if buffer is not None and id(buffer) not in seen_buffers:
                 seen_buffers.add(id(buffer))
                 managed.buffers.append(buffer)
-    _refuse_homeless(_walk(roots), ignored)
     _refuse_shared_with_replicated(roots, by_id)
     return managed
 
@@ -174,23 +172,6 @@ def _refuse_other_engine(name: str, module: nn.Module) -> None:
         )
 
 
-def _refuse_homeless(modules: Iterable[tuple[str, nn.Module]], ignored: set[nn.Parameter]) -> None:
-    """A parameter in a plain list or dict is in no state dict, optimizer or group, so it would not train."""
-    found: list[tuple[str, nn.Parameter]] = []
-    registered: set[int] = set()
-    for name, module in modules:
-        registered.update(id(parameter) for parameter in module.parameters())
-        for attribute, value in module.__dict__.items():
-            found += [(f"{name}.{attribute}" if name else attribute, one) for one in _parameters_in(value)]
-    for path, parameter in found:
-        if id(parameter) not in registered and parameter not in ignored and sharded_counterpart(parameter) is None:
-            raise ValueError(
-                f"attribute '{path}' holds a parameter of shape {tuple(parameter.shape)} that belongs to no module: it "
-                "is in no state dict and would not be sharded. Use nn.ParameterList or nn.ParameterDict, or pass it in "
-                "ignored_params"
-            )
-
-
 def _refuse_shared_with_replicated(roots: Sequence[nn.Module], managed: Mapping[int, ManagedParameter]) -> None:
     """A replicated module would continue with the original, which no longer changes."""
     for root in roots:
@@ -202,16 +183,6 @@ def _refuse_shared_with_replicated(roots: Sequence[nn.Module], managed: Mapping[
                         "torch's replicate() was called on; it cannot be sharded and replicated. Call replicate() on "
                         "no module that shares it"
                     )
-
-
-def _parameters_in(value: Any) -> list[nn.Parameter]:
-    if isinstance(value, nn.Parameter):
-        return [value]
-    if isinstance(value, dict):
-        value = value.values()
-    elif not isinstance(value, list | tuple):
-        return []
-    return [one for one in value if isinstance(one, nn.Parameter)]
 
 
 def move_buffers(buffers: Iterable[torch.Tensor], device: torch.device) -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -33,10 +32,6 @@ from shardkit.core.runtime.storage import note_allocated
 
 SMALL_BYTES = 32 * 1024
 """Chunks below this many bytes are packed: to copy them in and out costs about as much as a message of its own."""
-
-# A buffer this many times as large as its contents, and at least this many bytes larger, causes a warning.
-_MOST_PADDING = 2
-_UNNOTICED_BYTES = 64 * 1024**2
 
 
 @dataclass(frozen=True)
@@ -160,9 +155,6 @@ class Transport(ABC):
     def compressing(self, policy: CompressionPolicy) -> Transport:
         """This transport with the rounding of `policy`; itself if it sends nothing over a network."""
         return self
-
-    def forget_residuals(self) -> None:  # noqa: B027 - only what rounds has any
-        """Drops rounding errors kept for error feedback, because they belong to a failed iteration."""
 
     def wait_until_read(self) -> None:  # noqa: B027 - on a network nobody reads them
         """Waits until no peer reads this rank's shards in an operation that is over for this rank.
@@ -423,7 +415,6 @@ def plan_gather(items: Sequence[GatherItem], transport: Transport, label: str, r
     widths = [item.dtype.itemsize if mixed else 1 for item in items]
     dtypes = {item.dtype for item in items}
     packing = pack(layouts, packed, widths, aligned=mixed) if packed else None
-    _warn_of_long_rows(packing, [layouts[i].numel * widths[i] for i in packed], packed_dtype, transport, label)
     return GatherPlan(
         items=tuple(items),
         transport=transport,
@@ -495,22 +486,6 @@ def _check_world(layouts: Sequence[ChunkLayout], transport: Transport, label: st
                 f"{label}: a layout of shape {layout.shape} is cut for {layout.world_size} ranks, "
                 f"but the process group has {transport.world_size}; pass the group that it is cut for"
             )
-
-
-def _warn_of_long_rows(
-    packing: Packing | None, numels: Sequence[int], dtype: torch.dtype, transport: Transport, label: str
-) -> None:
-    """Warns if few ranks own a parameter: all rows of a collective are as long as the longest, and most are empty."""
-    if packing is None or not packing.ragged:
-        return
-    held, sent = sum(numels) * dtype.itemsize, packing.numel * dtype.itemsize
-    if sent > _MOST_PADDING * held and sent - held > _UNNOTICED_BYTES:
-        warnings.warn(
-            f"'{label}': {held} bytes of parameters travel in a buffer of {sent} bytes, because "
-            f"{transport.world_size} ranks send rows as long as the longest and few of them own a parameter of this "
-            "group. Shard over fewer ranks (HSDP), give one fully_shard call more modules, or use Shard or Blocks here",
-            stacklevel=2,
-        )
 
 
 def _goes_direct(layout: ChunkLayout, itemsize: int, transport: Transport) -> bool:
