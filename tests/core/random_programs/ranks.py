@@ -247,6 +247,9 @@ class Sharded:
                 self._check(event, next(backwards))
             else:
                 self._answer(event)
+        for root in self.roots:
+            if not self.policy.reset and hasattr(root, "reset_iter_state"):  # else reshard() does nothing
+                root.reset_iter_state()
         for module in self.wrapped:
             module.reshard()
         for name, parameter in self.model.named_parameters():
