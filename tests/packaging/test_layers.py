@@ -15,7 +15,6 @@ LAYERS: list[set[str]] = [
     {
         "digests",
         "events",
-        "logs",
         "mesh",
         "observers",
         "policies",
@@ -35,7 +34,6 @@ LAYERS: list[set[str]] = [
         "beyond",
         "checkpoint",
         "clip",
-        "first_step",
         "materialize",
         "metrics",
         "optimizers",

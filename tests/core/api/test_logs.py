@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from shardkit.core.logs import start_logs
+from shardkit.core.observers import start_logs
 
 SCRIPT = """
 import logging

@@ -13,9 +13,8 @@ from torch.distributed.tensor import Shard
 from shardkit.core import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from shardkit.core.mesh import data_parallel_mesh
 from shardkit.core.parameters.adapters import form_of
-from shardkit.core.parameters.param import FSDPParam
+from shardkit.core.parameters.param import FSDPParam, Slot
 from shardkit.core.parameters.registration import changed, take_over
-from shardkit.core.parameters.slot import Slot
 from shardkit.core.torch_compat import like_dtensor, local_of, new_dtensor
 from tests.support import on_ranks, rank_mesh
 from tests.support.models import MLP

@@ -37,8 +37,7 @@ from shardkit.core.parameters.managed import (
     placement_of,
     with_owners,
 )
-from shardkit.core.parameters.param import FSDPParam
-from shardkit.core.parameters.slot import Slot
+from shardkit.core.parameters.param import FSDPParam, Slot
 from shardkit.core.policies import (
     CompressionPolicy,
     CPUOffloadPolicy,

@@ -10,21 +10,26 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
 
-from shardkit.autoinstall import NAMES_GROUP, NEEDS_FSDP1
+from shardkit.autoinstall import _RECORDS, NAMES_GROUP, NEEDS_FSDP1
+from shardkit.core import events
 from shardkit.core.engine.step import state_of
-from shardkit.core.first_step import announce_first_step
 from shardkit.core.fully_shard import fully_shard
 from shardkit.core.module import register_fsdp_forward_method, share_comm_ctx
 from shardkit.core.torch_compat import STOCK_FUNCTIONS, guard_stock_states, modules_of_stock, stock_part
+from shardkit.core.version import __version__
 
 __all__ = ["install", "uninstall"]
 
@@ -208,3 +213,41 @@ def _bind(replacements: list[tuple[Any, Any]]) -> tuple[str, ...]:
 
 def _keeps_names(module: ModuleType) -> bool:
     return module.__name__.startswith(("shardkit.", "torch.distributed.checkpoint."))
+
+
+# -- the first forward: a line on stderr, and a file for `shardkit run` ------------------------------------------------
+
+
+def announce_first_step(*, quiet: bool) -> Callable[[], None]:
+    """Installs a listener for the first root; returns the function that removes it.
+
+    Rank 0 writes one line to stderr, unless `quiet`. Every process leaves a file in the directory of
+    `shardkit run`.
+    """
+
+    def listener(event: events.Event) -> None:
+        if isinstance(event, events.RootReady):
+            subscription.close()
+            _record()
+            if not quiet and dist.get_rank() == 0:
+                sys.stderr.write(f"{_line(event.module)}\n")
+                sys.stderr.flush()
+
+    subscription = events.subscribe(listener)
+    return subscription.close
+
+
+def _record() -> None:
+    directory = os.environ.get(_RECORDS)
+    if directory and Path(directory).is_dir():
+        Path(directory, str(os.getpid())).touch()
+
+
+def _line(root: nn.Module) -> str:
+    states = dict.fromkeys(state for module in root.modules() if (state := state_of(module)) is not None)
+    groups = dict.fromkeys(group for state in states for group in state.groups)
+    numel = sum(param.shape.numel() for group in groups for param in group.params)
+    return (
+        f"shardkit {__version__} runs {type(root).__name__}: {numel:,} parameters in {len(groups)} groups, "
+        f"{dist.get_world_size()} ranks"
+    )

@@ -1,26 +1,35 @@
-"""Observers of a program, started by the environment, so that no script has to change.
+"""Observers and logs of a program, started by the environment, so that no script has to change.
 
 An installed distribution offers an observer as an entry point of the group `shardkit.observers`: a function without
 arguments, which subscribes to events. One named `watch` is called in every process whose environment has
 `SHARDKIT_WATCH` set (and not to 0), at the first `fully_shard` call.
+
+SHARDKIT_LOGS says which of shardkit's loggers write to stderr, with the rank in each line. Loggers have the names of
+modules, such as `shardkit.core.engine.root`, and a program may configure them itself. The variable has the form of
+torch's TORCH_LOGS: names under `shardkit`, joined by commas, each for the loggers below it; `+name` shows debug
+messages as well, `-name` errors only; "all" is the name of all.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import warnings
 from importlib.metadata import entry_points
 
-from shardkit.core.logs import start_logs
+import torch.distributed as dist
 
-__all__ = ["start_observers"]
+__all__ = ["start_logs", "start_observers"]
 
 _GROUP = "shardkit.observers"
 _PREFIX = "SHARDKIT_"
 # Names whose variables are only set to request an observer: a missing one must not go unnoticed.
 _EXPECTED = ("profile", "watch")
 _started: set[tuple[str, str]] = set()
+
+_LOGS = "SHARDKIT_LOGS"
+_PARTS = ("core.engine", "core.checkpoint")
 
 
 @functools.cache
@@ -50,3 +59,35 @@ def start_observers() -> None:
 
 def _asked_for(name: str) -> bool:
     return os.environ.get(_PREFIX + name.upper(), "0") not in ("", "0")
+
+
+@functools.cache
+def start_logs() -> None:
+    """Configures the loggers that the environment names, once in a process.
+
+    Raises:
+        ValueError: for a name that is none of theirs.
+    """
+    wanted = [word.strip() for word in os.environ.get(_LOGS, "").split(",") if word.strip()]
+    if not wanted:
+        return
+    levels: dict[str, int] = {}
+    for word in wanted:
+        name = word.lstrip("+-")
+        if name not in ("all", *_PARTS):
+            raise ValueError(f"{_LOGS} has {word!r}; use all, {' or '.join(_PARTS)}")
+        logger = "shardkit" if name == "all" else f"shardkit.{name}"
+        levels[logger] = {"+": logging.DEBUG, "-": logging.ERROR}.get(word[0], logging.INFO)
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(levelname).1s %(asctime)s rank %(rank)s %(name)s: %(message)s"))
+    handler.addFilter(_with_rank)
+    top = logging.getLogger("shardkit")
+    top.addHandler(handler)
+    top.propagate = False  # the program's own handlers would write each line once more
+    for logger, level in levels.items():
+        logging.getLogger(logger).setLevel(level)
+
+
+def _with_rank(record: logging.LogRecord) -> bool:
+    record.rank = dist.get_rank() if dist.is_initialized() else os.environ.get("RANK", "?")
+    return True

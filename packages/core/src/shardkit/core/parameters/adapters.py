@@ -21,6 +21,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
@@ -32,7 +33,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from shardkit.core.mesh import DataParallelMesh
-from shardkit.core.parameters.annotations import annotations_of, check_annotations
 from shardkit.core.parameters.placed import PlacedTensor
 from shardkit.core.parameters.placements import Blocks, is_ours, layout_for
 from shardkit.core.policies import MixedPrecisionPolicy
@@ -186,11 +186,11 @@ def form_of(
     """
     dim: int | None = getattr(placement, "dim", None)
     if not isinstance(parameter, DTensor):
-        if annotated := annotations_of(parameter):
+        if annotated := _annotations_of(parameter):
             model_axes = mesh.whole is not None and len(mesh.named) < mesh.whole.ndim
             if model_axes and not is_ours(placement) and (adapter := _dtensor_adapter()):
                 return adapter.annotated_form(parameter, fqn, mesh, dim, holders)
-            check_annotations(annotated, fqn, mesh)
+            _check_annotations(annotated, fqn, mesh)
         kind = PlacedTensor if is_ours(placement) else DTensor
         return _PlainForm(parameter.shape, mesh.mesh, mesh.placements(placement), kind)
     adapter = _dtensor_adapter()
@@ -246,6 +246,37 @@ def _refuse_cut_blocks(parameter: DTensor, fqn: str, placement: Blocks) -> None:
             "that they cut. Use Shard(dim), Blocks(elements=...) with the elements of the last dims, or Owned() to "
             "keep each rank's tensor-parallel shard whole"
         )
+
+
+def _annotations_of(parameter: torch.Tensor) -> dict[Any, Any]:
+    """The annotations of a plain parameter by mesh axis: how ranks' tensors are related. Empty without `spmd_types`.
+
+    torchtitan annotates its models so by default. On data-parallel axes all ranks have the same values, and gradients
+    are summed (`R`). On any other axis, values and gradients are the same (`I`), or gradients have to be summed (`R`),
+    or the tensors are parts of one (`S`). For the last two a DTensor adapter is needed, and the whole mesh, with the
+    names of its data-parallel axes.
+    """
+    spmd: Any = sys.modules.get("spmd_types")
+    return {} if spmd is None or isinstance(parameter, DTensor) else spmd.get_local_type(parameter)
+
+
+def _check_annotations(annotated: dict[Any, Any], fqn: str, mesh: DataParallelMesh) -> None:
+    """Raises unless the local tensor of a parameter with these annotations may be treated as the whole parameter.
+
+    Raises:
+        NotImplementedError: with FQN, axis and annotation.
+    """
+    spmd: Any = sys.modules["spmd_types"]
+    axes = [spmd.MeshAxis.of(group) for group in mesh.groups]
+    for axis, kind in annotated.items():
+        several = len(axes) > 1 and axis.size() == mesh.size and all(one <= axis for one in axes)
+        expected = spmd.R if several or any(axis <= one for one in axes) else spmd.I
+        if axis.size() > 1 and kind is not expected:
+            raise NotImplementedError(
+                f"spmd_types annotates parameter '{fqn}' with {kind} on the mesh axis {axis}; expected {expected}, "
+                "because the local tensor is taken for the whole parameter. Pass the whole mesh to fully_shard, name "
+                "its data-parallel axes with dp_mesh_dims, and install shardkit-tp-adapter"
+            )
 
 
 @functools.cache

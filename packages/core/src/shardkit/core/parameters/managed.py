@@ -13,9 +13,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from shardkit.core.mesh import DataParallelMesh
 from shardkit.core.parameters.adapters import Holder, SubclassGather
 from shardkit.core.parameters.ownership import owners_for
-from shardkit.core.parameters.param import FSDPParam, sharded_counterpart
+from shardkit.core.parameters.param import FSDPParam, Slot, sharded_counterpart
 from shardkit.core.parameters.placements import Blocks, Owned
-from shardkit.core.parameters.slot import Slot
 from shardkit.core.policies import as_mesh_dims
 from shardkit.core.torch_compat import RUNS_SUBCLASSES, is_plain, is_replicated, local_of, stock_engine_of
 

@@ -23,6 +23,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -48,7 +49,6 @@ from shardkit.core.parameters.gradient_hooks import (
 )
 from shardkit.core.parameters.placed import ReplicatedGradient
 from shardkit.core.parameters.placements import layout_for, shard_of
-from shardkit.core.parameters.slot import Slot
 from shardkit.core.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardkit.core.runtime.plan import GatherItem
 from shardkit.core.runtime.sharding import ChunkLayout, dense_strides
@@ -76,7 +76,7 @@ from shardkit.core.torch_compat import (
     take_meaning,
 )
 
-__all__ = ["FSDPParam", "fqn_of", "param_over", "sharded_counterpart"]
+__all__ = ["FSDPParam", "Slot", "fqn_of", "param_over", "sharded_counterpart"]
 
 # The parameter that an original or unsharded parameter belongs to. An attribute would be pickled and copied.
 _became: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -119,6 +119,36 @@ def _warn_of_direct(sharded: torch.Tensor) -> None:
         "a method of register_fsdp_forward_method",
         stacklevel=2,
     )
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A place where a module holds a parameter. The module is held weakly, because it owns this object."""
+
+    module: weakref.ReferenceType[nn.Module]
+    name: str
+    plain: bool
+
+    @staticmethod
+    def of(module: nn.Module, name: str) -> Slot:
+        """The slot `module.name`; modules that override __setattr__ (nn.LSTM and similar) are still notified."""
+        plain = type(module).__setattr__ is nn.Module.__setattr__
+        return Slot(weakref.ref(module), name, plain)
+
+    def get(self) -> nn.Parameter | None:
+        """The parameter that is registered now, None if the module is gone or holds none."""
+        module = self.module()
+        return None if module is None else module._parameters.get(self.name)
+
+    def set(self, parameter: nn.Parameter) -> None:
+        """Registers `parameter` in this slot."""
+        module = self.module()
+        if module is None:
+            return
+        if self.plain:
+            module._parameters[self.name] = parameter
+        else:
+            setattr(module, self.name, parameter)
 
 
 @answers_stock_names(PARAM_NAMES)
