@@ -12,12 +12,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.fsdp as stock
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-import shardkit.core as shardkit
 from shardkit.core import (
     CPUOffloadPolicy,
     DataParallelMeshDims,
@@ -262,64 +260,6 @@ def test_tied_parameters_with_different_policies(rank: int, world_size: int) -> 
             with pytest.raises(ValueError, match=r"'weight' is tied to one that an earlier.*Give both calls the same"):
                 fully_shard(model.second, **second)
             assert type(model.second) is nn.Linear
-
-
-def _twice(api: Any, mesh: DeviceMesh) -> None:
-    api.fully_shard(api.fully_shard(nn.Linear(2, 2), mesh=mesh), mesh=mesh)
-
-
-def _copied(api: Any, mesh: DeviceMesh) -> None:
-    copy.deepcopy(api.fully_shard(nn.Linear(2, 2), mesh=mesh))
-
-
-def _never_materialized(api: Any, mesh: DeviceMesh) -> None:
-    api.fully_shard(nn.Linear(2, 2, device="meta"), mesh=mesh)(torch.ones(1, 2))
-
-
-def _root_second(api: Any, mesh: DeviceMesh) -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    api.fully_shard(model[0], mesh=mesh)
-    api.fully_shard(model, mesh=mesh)
-    model[0](torch.ones(1, 2))
-    model(torch.ones(1, 2))
-
-
-def _missing_key(api: Any, mesh: DeviceMesh) -> None:
-    api.fully_shard(nn.Linear(2, 2), mesh=mesh).load_state_dict({})
-
-
-def _no_such_method(api: Any, mesh: DeviceMesh) -> None:
-    api.register_fsdp_forward_method(api.fully_shard(nn.Linear(2, 2), mesh=mesh), "generate")
-
-
-REFUSED_BY_STOCK: dict[str, Callable[[Any, DeviceMesh], object]] = {
-    "a list": lambda api, mesh: api.fully_shard(nn.ModuleList([nn.Linear(2, 2)]), mesh=mesh),
-    "a dict": lambda api, mesh: api.fully_shard(nn.ModuleDict({"a": nn.Linear(2, 2)}), mesh=mesh),
-    "twice": _twice,
-    "a copy": _copied,
-    "3-D": lambda api, mesh: api.fully_shard(nn.Linear(2, 2), mesh=rank_mesh((1, 2, 1), ("a", "b", "c"))),
-    "2-D without names": lambda api, mesh: api.fully_shard(nn.Linear(2, 2), mesh=rank_mesh((1, 2))),
-    "3 of 2": lambda api, mesh: api.fully_shard(nn.Linear(2, 2), mesh=mesh, reshard_after_forward=3),
-    "int later": lambda api, mesh: api.fully_shard(nn.Linear(2, 2), mesh=mesh).set_reshard_after_forward(2),
-    "meta": _never_materialized,
-    "root second": _root_second,
-    "missing key": _missing_key,
-    "no such method": _no_such_method,
-}
-
-
-@on_ranks(2)
-def test_what_stock_refuses_is_refused(rank: int, world_size: int) -> None:
-    """Ours raises an exception of the same type, unless stock's is an AssertionError."""
-    for case, refused in REFUSED_BY_STOCK.items():
-        kinds = []
-        for api in (stock, shardkit):
-            with pytest.raises((AssertionError, ValueError, TypeError, RuntimeError)) as caught:
-                refused(api, rank_mesh((world_size,)))
-            kinds.append(caught.type)
-        expected, seen = kinds
-        assert seen is not AssertionError, case
-        assert seen is expected or expected is AssertionError, f"{case}: {expected} from stock, {seen} from ours"
 
 
 # -- errors of the first forward ---------------------------------------------------------------------------------------

@@ -495,18 +495,3 @@ def test_slices_of_a_mesh_with_three_axes(rank: int, world_size: int) -> None:
         for step in range(2):
             _gradients(model, rank, step)
             _assert_full(model, _mean_gradients(sharing[rank], step=step))
-
-
-@on_ranks(4)
-def test_dims_of_stock(rank: int, world_size: int) -> None:
-    """Stock's own policy objects mean the same; so does an unnamed slice."""
-    if not hasattr(stock, "DataParallelMeshDims"):
-        pytest.skip("this torch has no DataParallelMeshDims")
-    mesh = rank_mesh((2, 2), ("dp", "other"))
-    ours = _model(shardkit, mesh=mesh, dp_mesh_dims=shardkit.DataParallelMeshDims(shard="dp"))
-    theirs = _model(shardkit, mesh=mesh, dp_mesh_dims=stock.DataParallelMeshDims(shard="dp"))
-    sliced = _model(shardkit, mesh=mesh["dp"])
-    stock_model = _model(stock, mesh=mesh["dp"])
-    expected = _gradients(stock_model, rank)
-    for model in (ours, theirs, sliced):
-        _assert_equal(expected, _gradients(model, rank))

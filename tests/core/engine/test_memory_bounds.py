@@ -251,20 +251,6 @@ def test_bound_when_the_order_changes(rank: int, world_size: int) -> None:
                 assert meter.block_bytes == meter.root_bytes == 0, f"backward {order} at depth {depth}"
 
 
-@on_ranks(2)
-def test_bound_after_an_explicit_unshard(rank: int, world_size: int) -> None:
-    """A block that the user gathers before the first forward counts until it is freed."""
-    model = _chain(1)
-    model.blocks[0].unshard(async_op=True)  # before the root has told it its name, which the meter goes by
-    model(torch.randn(2, WIDTH)).square().sum().backward()
-    with Meter() as meter:
-        for iteration in range(3):
-            meter.start_phase()
-            model(torch.randn(2, WIDTH)).square().sum().backward()
-            assert meter.peak_bytes == 2 * BLOCK_BYTES, f"iteration {iteration}"
-            assert meter.block_bytes == 0
-
-
 class Gathers:
     """The labels of groups in the order in which their gathers, or with ``kind`` other communications, start."""
 

@@ -409,22 +409,6 @@ def test_sums_of_hsdp_of_frozen_and_cast_parameters(rank: int, world_size: int) 
         twins.sharded.double()
 
 
-@on_ranks(4)
-def test_zeros_of_unused_modules_are_reduced_once(rank: int, world_size: int) -> None:
-    """Only in the backward that all-reduces the sums of an unused module."""
-    model: Any = _Skipping()
-    _shard_all(MESHES["hsdp"](world_size))(model)
-    launched: list[int] = []
-    for all_reduces in (False, False, True):
-        model.set_requires_all_reduce(all_reduces)
-        seen: list[shardkit.events.Event] = []
-        with shardkit.events.subscribe(seen.append):
-            _loss(model, rank).backward()
-        launched.append([e.fqn for e in seen if isinstance(e, shardkit.events.ReduceStarted)].count("second"))
-        model.skips = model.second
-    assert launched == [1, 0, 1], launched
-
-
 @on_ranks(2)
 def test_a_reduced_gradient_is_added_to_its_like_only(rank: int, world_size: int) -> None:
     model: Any = shardkit.fully_shard(nn.Linear(4, world_size, bias=False))

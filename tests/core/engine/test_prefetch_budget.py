@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shardkit.core import events, fully_shard, share_comm_ctx
+from shardkit.core import events, fully_shard
 from shardkit.core.engine.group import FSDPParamGroup
 from shardkit.core.engine.step import state_of
 from tests.support import networked_mesh, on_ranks, rank_mesh
@@ -343,39 +343,3 @@ def test_a_budget_holds_for_random_models(rank: int, world_size: int, mesh: str)
                 draw.shuffle(model.order)
                 _one_forward(model, rank, step)
         assert meter.peak <= budget, seed
-
-
-# -- beside a depth ----------------------------------------------------------------------------------------------------
-
-
-def _bytes_held(model: nn.Module) -> int:
-    return sum(
-        flat.untyped_storage().nbytes() for group in _groups(model) for param in group.params for flat in param.flats
-    )
-
-
-@pytest.mark.parametrize("mesh", MESHES)
-@on_ranks(2)
-def test_a_budget_holds_beside_a_root_with_a_depth(rank: int, world_size: int, mesh: str) -> None:
-    """Two roots share lanes; the backward of the one with a budget follows a forward of the one with a depth."""
-    bounded, other = (_tower(MESHES[mesh]((world_size,))) for _ in range(2))
-    share_comm_ctx([bounded, other])
-    other.set_prefetch_depth(5)
-    for model in (bounded, other):
-        _one_forward(model, rank, 0)
-    needs = sorted(_needs(bounded).values())
-    budget = sum(needs[-3:])
-    bounded.set_prefetch_budget(budget)
-    most = 0
-
-    def note(event: events.Event) -> None:
-        nonlocal most
-        if isinstance(event, events.StorageAllocated):
-            most = max(most, _bytes_held(bounded))
-
-    with events.subscribe(note):
-        for step in range(3):
-            losses = [model(batch(rank, 4, WIDTH, seed=step)).square().mean() for model in (bounded, other)]
-            for loss in reversed(losses):
-                loss.backward()
-    assert needs[-1] < most <= budget

@@ -42,15 +42,6 @@ def test_int8_keeps_whole_numbers_of_scales(codes: list[int], exponent: int) -> 
     assert torch.equal(_through(Int8Blocks(len(codes) + 1), values), values)
 
 
-@given(st.lists(FLOATS, min_size=1, max_size=40), BLOCKS)
-def test_blocks_do_not_touch_each_other(numbers: list[float], block: int) -> None:
-    values = torch.tensor(numbers)
-    arrived = _through(Int8Blocks(block), values)
-    for start in range(0, len(numbers), block):
-        part = values[start : start + block]
-        assert torch.equal(arrived[start : start + block], _through(Int8Blocks(block), part))
-
-
 @given(st.lists(FLOATS, min_size=1, max_size=40))
 def test_bf16_is_torch_s_rounding(numbers: list[float]) -> None:
     values = torch.tensor(numbers)
@@ -65,18 +56,6 @@ def test_what_is_not_finite_does_not_arrive_finite(bad: float) -> None:
     assert not arrived[4:8].isfinite().any()
     assert torch.equal(arrived[:4], values[:4])
     assert torch.equal(arrived[8:], values[8:])
-
-
-def test_zeros_stay_zeros() -> None:
-    assert torch.equal(_through(Int8Blocks(4), torch.zeros(7)), torch.zeros(7))
-
-
-@pytest.mark.parametrize("given_in", [torch.float64, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("wanted_in", [torch.float64, torch.bfloat16, torch.float16])
-def test_other_dtypes_round_once(given_in: torch.dtype, wanted_in: torch.dtype) -> None:
-    values = torch.randn(37, generator=torch.Generator().manual_seed(0)).to(given_in)
-    expected = _through(Int8Blocks(8), values.float())
-    assert torch.equal(_through(Int8Blocks(8), values, wanted_in), expected.to(wanted_in))
 
 
 def test_which_items_are_compressed() -> None:
@@ -113,8 +92,3 @@ def test_rows_hold_every_chunk_once(shapes: list[tuple[int, int, int]], world_si
             assert nbytes == formats[item].nbytes(numel)
             end = start + nbytes
         assert end <= row.nbytes < end + 16
-
-
-def test_int8_takes_a_byte_an_element_and_four_a_block() -> None:
-    assert Int8Blocks(256).nbytes(1024) == 1024 + 4 * 4
-    assert Int8Blocks(256).nbytes(1025) == 1028 + 5 * 4

@@ -148,22 +148,3 @@ def decay_in_the_loss(session: Session) -> None:
         norms = norms or [parameter.square().sum() for parameter in model.parameters()]
         (loss + 0.01 * sum(one.full_tensor() if isinstance(one, DTensor) else one for one in norms)).backward()
         session.step(optimizer, model)
-
-
-@recipe
-def batches_that_are_skipped(session: Session) -> None:
-    """One raises in the middle of forward, one has no backward."""
-    model = Net()
-    model.run = lambda block, x: block(x) if x.isfinite().all() else 1 / 0  # type: ignore[return-value]
-    session.shard(model, *model.blocks)
-    optimizer = sgd(model)
-    for step in range(6):
-        x = session.batch()
-        try:
-            loss = model(x / 0 if step % 3 == 1 else x).square().mean()
-        except ZeroDivisionError:
-            session.reset(model)
-            continue
-        if step % 3 != 2:
-            loss.backward()
-            session.step(optimizer, model)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.core.engine.training_recipes.session import WIDTH, Net, Session, net_of, recipe, recomputed, sgd, train
+from tests.core.engine.training_recipes.session import WIDTH, Session, net_of, recipe, recomputed, sgd, train
 
 
 class Experts(nn.Module):
@@ -53,20 +53,6 @@ def mixture_of_experts(session: Session) -> None:
 @recipe
 def mixture_of_experts_recomputed(session: Session) -> None:
     _mixture(session, recomputed)
-
-
-@recipe
-def hidden_losses_in_a_global_list(session: Session) -> None:
-    losses: list[Tensor] = []
-    model = Net(3)
-    for block in model.blocks:
-        block.up.register_forward_hook(lambda module, args, output: losses.append(output.square().mean()))
-    session.shard(model, *model.blocks)
-    optimizer = sgd(model)
-    for _ in range(3):
-        losses.clear()
-        (model(session.batch()).square().mean() + torch.stack(losses).sum()).backward()
-        session.step(optimizer, model)
 
 
 @recipe

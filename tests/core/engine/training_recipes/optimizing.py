@@ -41,36 +41,3 @@ def line_search(session: Session) -> None:
 
         session.note("loss", optimizer.step(closure))  # type: ignore[arg-type]
         session.step(sgd(model), model)
-
-
-@recipe
-def steps_inside_of_backward(session: Session) -> None:
-    model = session.shard(net := Net(), *net.blocks)
-    optimizers = {parameter: torch.optim.SGD([parameter], lr=0.05) for parameter in model.parameters()}
-
-    def step(parameter: Tensor) -> None:
-        optimizers[parameter].step()
-        optimizers[parameter].zero_grad()
-
-    for parameter in optimizers:
-        parameter.register_post_accumulate_grad_hook(step)
-    for _ in range(3):
-        model(session.batch()).square().mean().backward()
-        for name, parameter in model.named_parameters():
-            session.note(name, parameter)
-
-
-@recipe
-def scaled_loss_that_overflows(session: Session) -> None:
-    model = session.shard(net := Net(), *net.blocks)
-    optimizer, scaler = sgd(model), torch.amp.GradScaler("cpu", init_scale=1024.0)
-    for step in range(3):
-        scaler.scale(model(session.batch()).square().mean() * (1e308 if step == 1 else 1)).backward()
-        scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        session.note("scale", torch.tensor(scaler.get_scale()))
-        for name, parameter in model.named_parameters():
-            session.note(name, parameter)

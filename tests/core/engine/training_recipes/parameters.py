@@ -115,17 +115,6 @@ def a_module_in_two_sharded_ones(session: Session) -> None:
 
 
 @recipe
-def embedding_tied_across_groups(session: Session) -> None:
-    model = nn.Sequential(nn.Embedding(20, WIDTH), MLP(), MLP(), nn.Linear(WIDTH, 20, bias=False))
-    model[3].weight = model[0].weight
-    session.shard(model, *model)
-    optimizer = sgd(model)
-    for _ in range(3):
-        F.cross_entropy(model(session.labels(20, 12)), session.labels(20, 12)).backward()
-        session.step(optimizer, model)
-
-
-@recipe
 def weight_of_another_module(session: Session) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -147,16 +136,6 @@ def computed_weights(session: Session) -> None:
     torch.nn.utils.parametrizations.orthogonal(linears[2])
     torch.nn.utils.spectral_norm(linears[3])
     train(session, nn.Sequential(*linears), *linears)
-
-
-@recipe
-def blocks_in_another_order(session: Session) -> None:
-    model = session.shard(net := Net(3), *net.blocks)
-    optimizer = sgd(model)
-    for order in ((0, 1, 2), (2,), (2, 1, 0), (1, 1, 1), (), (0, 1, 2)):
-        model.order = order
-        model(session.batch()).square().mean().backward()
-        session.step(optimizer, model)
 
 
 @recipe

@@ -55,11 +55,6 @@ class Session:
         value = value.full_tensor() if isinstance(value, DTensor) else value
         self.seen.append((name, value.detach().clone()))
 
-    def reset(self, model: Any) -> None:
-        """After an error in the middle of an iteration, which then counts for nothing."""
-        if self.ranks > 1:
-            model.reset_iter_state()
-
     def step(self, optimizer: torch.optim.Optimizer, *models: nn.Module) -> None:
         """Notes all gradients, makes a step, and notes all parameters."""
         for index, model in enumerate(models):
