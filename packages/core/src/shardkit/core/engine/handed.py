@@ -22,17 +22,19 @@ __all__ = ["HandedContainers"]
 
 
 class HandedContainers:
-    """The containers among the inputs of one forward."""
+    """The containers among the inputs of one forward, `given` to it, and the caller's `own` in their places.
 
-    def __init__(self) -> None:
+    With `copies_only`, containers that forward receives unchanged do not count.
+    """
+
+    def __init__(self, own: tuple[Any, ...], given: tuple[Any, ...], *, copies_only: bool) -> None:
         self._found: dict[int, _Handed] = {}  # by the id of forward's container
         # Forward's value and the caller's in its place, by the id of the first, which is kept alive: ids are reused.
         self._owned: dict[int, tuple[Any, Any]] = {}
+        self._note(own, given, copies_only)
 
-    def note(self, own: Any, given: Any, *, copies_only: bool) -> None:
-        """Before forward: remembers `given`, and its contents, which the caller has as `own`. With `copies_only`,
-        ignores containers that forward receives unchanged.
-        """
+    def _note(self, own: Any, given: Any, copies_only: bool) -> None:
+        """Remembers a value and its contents."""
         if given is not own:
             self._owned[id(given)] = given, own
         elif copies_only:
@@ -49,7 +51,7 @@ class HandedContainers:
         else:
             return
         for mine, one in inner:
-            self.note(mine, one, copies_only=copies_only)
+            self._note(mine, one, copies_only)
 
     def added(self) -> list[torch.Tensor]:
         """After forward: the tensors that it has added. Call it before `give_back`."""

@@ -30,6 +30,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from types import NoneType
 from typing import Any
 
 import torch
@@ -120,7 +121,7 @@ class FSDPState:
         self._pass = Pass(self.index)  # the running one, or the last one
         self._entered = self._pass  # by backward
         self._wrapped_inputs: list[tuple[torch.Tensor, torch.Tensor]] = []  # of this pass, and what forward gets
-        self._handed: list[HandedContainers] = []  # of each running forward, outermost first
+        self._handed: list[HandedContainers | None] = []  # of each running forward, outermost first
         self._exception_at_entry = 0  # its id
         for module in modules:
             module.__dict__[STATE] = self
@@ -163,8 +164,7 @@ class FSDPState:
             return (args, kwargs) if casts is None else cast_floating((args, kwargs), casts)
         if self.is_root is None:
             initialise_root(self)
-        handed = HandedContainers()
-        self._handed.append(handed)  # from here on post_forward, which is called after an error too, undoes this
+        self._handed.append(None)  # from here on post_forward, which is called after an error too, undoes this
         if len(self._handed) == 1:
             self._exception_at_entry = id(sys.exc_info()[1])  # the caller may be handling an exception
             if events.hub.active:
@@ -188,9 +188,9 @@ class FSDPState:
             self._gather_next()
             if with_grad:
                 args, kwargs = self._watch_inputs(args, kwargs)
-        copies_only = not (begins and with_grad)
-        handed.note(own_args, args, copies_only=copies_only)
-        handed.note((*own_kwargs.values(),), (*kwargs.values(),), copies_only=copies_only)
+        own, given = (*own_args, *own_kwargs.values()), (*args, *kwargs.values())
+        if not all(isinstance(one, torch.Tensor | NoneType) for one in own):
+            self._handed[-1] = HandedContainers(own, given, copies_only=not (begins and with_grad))
         return args, kwargs
 
     def _begin_forward(self) -> bool:
@@ -296,12 +296,12 @@ class FSDPState:
                 events.emit(events.ModuleEnded(self.fqn, "recompute", bool(self.is_root)))
             return output if casts is None else cast_floating(output, casts)
         self._pass.pending.discard(id(module))
-        handed = self._handed.pop()
-        if torch.is_grad_enabled() and not transforms_active():
-            for tensor in handed.added():  # to the caller's containers: backward may enter through them
-                if tensor.requires_grad and made_since(tensor, self._pass.began):
-                    self._watch_output(tensor)
-        handed.give_back(undo=recomputes)
+        if (handed := self._handed.pop()) is not None:
+            if torch.is_grad_enabled() and not transforms_active():
+                for tensor in handed.added():  # to the caller's containers: backward may enter through them
+                    if tensor.requires_grad and made_since(tensor, self._pass.began):
+                        self._watch_output(tensor)
+            handed.give_back(undo=recomputes)
         if not self._handed:
             raised = sys.exc_info()[1]
             failed = id(raised) != self._exception_at_entry
@@ -362,9 +362,10 @@ class FSDPState:
         originals = {id(watched): original for original, watched in self._wrapped_inputs}
         for original, watched in self._wrapped_inputs:
             move_hooks(watched, original)
-        mine = tensors_in(output) if any(id(tensor) in originals for tensor in tensors_in(output)) else ()
         self._wrapped_inputs.clear()
-        return map_tensors(lambda tensor: originals.get(id(tensor), tensor), output) if mine else output
+        if not any(id(tensor) in originals for tensor in tensors_in(output)):
+            return output
+        return map_tensors(lambda tensor: originals.get(id(tensor), tensor), output)
 
     def end_pass(self, *, reshards: bool = True) -> None:
         """Every module of the state has run, or will not run any more: reshards as configured."""

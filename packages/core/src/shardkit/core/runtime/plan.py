@@ -33,6 +33,8 @@ from shardkit.core.runtime.storage import note_allocated
 SMALL_BYTES = 32 * 1024
 """Chunks below this many bytes are packed: to copy them in and out costs about as much as a message of its own."""
 
+_UNHEARD = contextlib.nullcontext()
+
 
 @dataclass(frozen=True)
 class GatherItem:
@@ -263,6 +265,8 @@ class GatherPlan:
 
         `launched` is when its program began. Compressed data overrides `wire_nbytes` and `dtype`.
         """
+        if not events.hub.active:
+            return _UNHEARD
         kinds = events.GatherStarted, events.GatherFinished
         return _reported(self, kinds, launched, wire_nbytes, dtype or self.dtype)
 
@@ -377,6 +381,8 @@ class ReducePlan:
 
         `launched` is when its program began. Compressed data overrides `wire_nbytes` and `dtype`.
         """
+        if not events.hub.active:
+            return _UNHEARD
         kinds = events.ReduceStarted, events.ReduceFinished
         return _reported(self, kinds, launched, wire_nbytes, dtype or self.wire_dtype)
 
@@ -389,9 +395,6 @@ def _reported(
     wire_nbytes: int | None,
     dtype: torch.dtype,
 ) -> Iterator[None]:
-    if not events.hub.active:
-        yield
-        return
     started, finished = kinds
     wire = plan.wire_nbytes if wire_nbytes is None else wire_nbytes
     described = (plan.label, plan.fqns, plan.nbytes, wire, dtype, plan.transport.group)
