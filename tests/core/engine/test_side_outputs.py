@@ -157,11 +157,19 @@ def _micro_batches(rank: int, world_size: int, kind: str, way: str, plan: str, d
         twins.check_parameters()
 
 
-@pytest.mark.daily(kind=["networked"], depth=[1])
-@pytest.mark.parametrize("inputs", [False, True], ids=["tokens", "hidden states"])
-@pytest.mark.parametrize("depth", [0, 1, 3])
-@pytest.mark.parametrize("plan", BACKWARDS)
-@pytest.mark.parametrize("kind", MESHES)
+@pytest.mark.parametrize(
+    ("kind", "plan", "depth", "inputs"),
+    [
+        ("networked", "first in, first out", 1, False),
+        ("shared", "first in, first out", 0, True),
+        ("networked", "last in, first out", 1, True),
+        ("shared", "last in, first out", 3, False),
+        ("networked", "together", 0, False),
+        ("shared", "together", 1, True),
+        ("networked", "all but one", 1, True),
+        ("shared", "all but one", 3, False),
+    ],
+)
 def test_backwards_of_micro_batches(kind: str, plan: str, depth: int, inputs: bool) -> None:
     for way in ("attribute", "global"):
         run_ranks(2, _micro_batches, kind, way, plan, depth, inputs)
@@ -210,10 +218,17 @@ def _replace(module: nn.Module, args: Any, output: Tensor) -> Tensor:
     return (output * 3)[:]
 
 
-@pytest.mark.daily(kind=["networked"])
-@pytest.mark.parametrize("hooked", [False, True], ids=["plain", "with a hook that replaces outputs"])
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("kind", MESHES)
+@pytest.mark.parametrize(
+    ("kind", "change", "hooked"),
+    [
+        ("networked", "add", False),
+        ("shared", "add", True),
+        ("shared", "scale a part", False),
+        ("networked", "scale a part", True),
+        ("networked", "fill a part", False),
+        ("shared", "fill a part", True),
+    ],
+)
 @on_ranks(2)
 def test_outputs_changed_in_place(rank: int, world_size: int, kind: str, change: str, hooked: bool) -> None:
     mesh = MESHES[kind]((world_size,))

@@ -14,6 +14,7 @@ from shardkit.core import Blocks, Owned, fully_shard
 from shardkit.core.parameters.region import region_of
 from shardkit.core.torch_compat import like_dtensor, local_of
 from tests.support import rank_mesh
+from tests.support.sharding import shard_each
 
 ELEMENTWISE: list[tuple[str, dict[str, Any]]] = [
     ("AdamW", {"foreach": True, "amsgrad": True}),
@@ -48,10 +49,8 @@ class Layers(nn.Module):
 
 
 def shard_layers(world_size: int, choose: Callable[[nn.Parameter], object] | None) -> Layers:
-    model, mesh = Layers(), rank_mesh((world_size,))
-    for module in (*model.layers, model):
-        fully_shard(module, mesh=mesh, shard_placement_fn=choose)
-    return model
+    model = Layers()
+    return shard_each(*model.layers, model, mesh=rank_mesh((world_size,)), shard_placement_fn=choose)
 
 
 def matrices(model: nn.Module) -> list[nn.Parameter]:

@@ -4,16 +4,15 @@ from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.fsdp as stock
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.utils import _pytree as pytree
 
 import shardkit.core as shardkit
-from tests.support import on_ranks, rank_mesh, run_ranks
-from tests.support.wire_weights import BFloat16OnTheWire, SameOnTheWire, WireWeight, _aten
+from tests.support import networked_mesh, on_ranks, rank_mesh, run_ranks
+from tests.support.sharding import shard_each
+from tests.support.wire_weights import BFloat16OnTheWire, SameOnTheWire, WireWeight
 
 
 class Int8OnTheWire(WireWeight):
@@ -41,50 +40,7 @@ class Int8OnTheWire(WireWeight):
         return weight, (weight, data, scale)
 
 
-class ScaledWeight(Tensor):
-    """An unsharded weight that is a subclass too: bf16 data, and a scale that the next gather replaces."""
-
-    @staticmethod
-    def __new__(cls, data: Tensor, scale: Tensor) -> "ScaledWeight":
-        return Tensor._make_wrapper_subclass(
-            cls, data.size(), strides=data.stride(), dtype=torch.float32, device=data.device
-        )
-
-    def __init__(self, data: Tensor, scale: Tensor) -> None:
-        self._data, self._scale = data, scale
-
-    def __repr__(self) -> str:
-        return f"ScaledWeight({self._data}, {self._scale})"
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in (_aten.detach.default, _aten.as_strided.default, _aten.view.default, _aten.t.default):
-            return cls(func(args[0]._data, *args[1:], **kwargs), args[0]._scale)
-        args, kwargs = pytree.tree_map_only(cls, lambda x: x._data.float() * x._scale, (args, kwargs))
-        return func(*args, **kwargs)
-
-
-class ScaledOnTheWire(WireWeight):
-    """float8's manner: the scale is metadata that the ranks agree on, `out=` puts the new one on the old object."""
-
-    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], Any]:
-        scale = self._inner.abs().max() if self._inner.numel() else torch.zeros(())
-        dist.all_reduce(scale, dist.ReduceOp.MAX, group=mesh.get_group())
-        return ((self._inner / scale).to(torch.bfloat16),), (scale,)
-
-    def fsdp_post_all_gather(
-        self, gathered: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
-    ) -> Any:
-        (data,), (scale,) = gathered, metadata
-        if out is not None:
-            assert isinstance(out, ScaledWeight)
-            out._scale = scale
-            return None
-        return ScaledWeight(data, scale), (data,)
-
-
-WIRES = {"bfloat16": BFloat16OnTheWire, "int8": Int8OnTheWire, "scaled": ScaledOnTheWire, "same": SameOnTheWire}
+WIRES = {"bfloat16": BFloat16OnTheWire, "int8": Int8OnTheWire, "same": SameOnTheWire}
 
 
 class Model(nn.Module):
@@ -104,9 +60,7 @@ class Model(nn.Module):
 
 
 def _shard(api: Any, model: Model, **options: Any) -> None:
-    for linear in model.layers:
-        api.fully_shard(linear, **options)
-    api.fully_shard(model, **options)
+    shard_each(*model.layers, model, api=api, **options)
 
 
 def _train(api: Any, rank: int, wire: str, steps: int = 4, **options: Any) -> dict[str, Tensor]:
@@ -163,7 +117,7 @@ def test_training_like_stock(wire: str, reshard_after_forward: bool, world_size:
 
 @pytest.mark.parametrize("wire", WIRES)
 def test_hsdp_like_stock(wire: str) -> None:
-    """The mesh that the hook gets is the shard axis: the scales of ScaledOnTheWire are agreed on over it."""
+    """The mesh that the hook gets is the shard axis."""
     run_ranks(4, like_stock, wire, {"mesh": (2, 2)})
 
 
@@ -175,6 +129,47 @@ def columns(parameter: Tensor) -> Shard:
 @pytest.mark.parametrize("mesh", [None, (2, 2)])
 def test_columns_like_stock(wire: str, mesh: tuple[int, ...] | None) -> None:
     run_ranks(4 if mesh else 2, like_stock, wire, {"mesh": mesh, "shard_placement_fn": columns})
+
+
+class ScalePerRow(WireWeight):
+    """As Int8OnTheWire, with one scale for each row of the last dim."""
+
+    @staticmethod
+    def rounded(weight: Tensor) -> Tensor:
+        scale = weight.abs().amax(-1, keepdim=True) / 127
+        return (weight / scale).round().to(torch.int8) * scale
+
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], Any]:
+        scale = self._inner.abs().amax(-1, keepdim=True) / 127
+        return ((self._inner / scale).round().to(torch.int8), scale), None
+
+    def fsdp_post_all_gather(
+        self, gathered: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> Any:
+        data, scale = gathered
+        weight = data * scale
+        return weight, (weight, data, scale)
+
+
+@pytest.mark.parametrize("dim", [1, 2])
+@on_ranks(2, 4)
+def test_scales_of_columns(rank: int, world_size: int, dim: int) -> None:
+    """A scale for each row of a shard goes with this shard, also where several ranks hold parts of the row.
+
+    It is not compressed.
+    """
+    torch.manual_seed(0)
+    whole = torch.randn(3, 8, 8)
+    module = nn.Module()
+    module.weight = nn.Parameter(ScalePerRow(whole.clone()))
+    options = {
+        "shard_placement_fn": lambda parameter: Shard(dim),
+        "compression_policy": shardkit.CompressionPolicy(gather="int8"),
+    }
+    shardkit.fully_shard(module, mesh=networked_mesh((world_size,)), **options)
+    module.unshard()
+    shards = [ScalePerRow.rounded(shard) for shard in whole.chunk(world_size, dim)]
+    assert torch.equal(module.weight, torch.cat(shards, dim))
 
 
 @on_ranks(4)
@@ -202,18 +197,16 @@ def test_arguments_of_the_hooks(rank: int, world_size: int) -> None:
 @on_ranks(1, 2)
 def test_memory_is_freed(rank: int, world_size: int) -> None:
     """Resharding frees the memory of the unsharded weight, both its own and the wire's."""
-    for wire in (BFloat16OnTheWire, Int8OnTheWire, ScaledOnTheWire):
+    for wire in (BFloat16OnTheWire, Int8OnTheWire):
         linear = nn.Linear(8, 16, bias=False)
         linear.weight = nn.Parameter(wire(linear.weight.detach()))
         shardkit.fully_shard(linear, mesh=rank_mesh((world_size,)))
         for _ in range(2):
             linear.unshard()
             weight = linear.weight
-            inner = weight._data if isinstance(weight, ScaledWeight) else weight
-            nbytes = inner.untyped_storage().nbytes()
-            assert nbytes == 16 * 8 * inner.itemsize
+            assert weight.untyped_storage().nbytes() == 16 * 8 * weight.itemsize
             linear.reshard()
-            assert inner.untyped_storage().nbytes() == 0
+            assert weight.untyped_storage().nbytes() == 0
 
 
 class Joined(NamedTuple):
@@ -297,50 +290,6 @@ def test_uneven_padded_by_the_hook(rank: int, world_size: int, kind: type[Padded
         optimizer.zero_grad()
         full -= 0.5
     assert isinstance(linear.weight.to_local(), kind)
-
-
-class ShorterOrLonger(WireWeight):
-    """A weight whose columns are equal; at each gather another number of them travels."""
-
-    widths: ClassVar[list[int]] = []
-
-    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], Any]:
-        width = self.widths.pop(0)
-        return (self._inner[:, :width].contiguous(),), (mesh.size() * len(self._inner), width)
-
-    def fsdp_post_all_gather(
-        self, gathered: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
-    ) -> Any:
-        rows, width = metadata
-        weight = gathered[0].flatten()[: rows * width].view(rows, width)[:, :1].expand(rows, 8).contiguous()
-        if out is None:
-            return weight, (weight,)
-        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
-            out.copy_(weight)
-        return None
-
-
-@pytest.mark.parametrize(("is_stock", "widths"), [(True, (8, 2, 8, 4)), (False, (8, 2, 8, 4)), (False, (2, 8, 4, 5))])
-@on_ranks(2)
-def test_a_wire_that_changes_its_size(rank: int, world_size: int, is_stock: bool, widths: tuple[int, ...]) -> None:
-    """In forward and in backward; stock keeps the memory of the first gather, which a longer one does not fit into."""
-    linear = nn.Linear(8, 16, bias=False)
-    full = torch.arange(16.0)[:, None].expand(16, 8).clone()
-    linear.weight = nn.Parameter(ShorterOrLonger(full.clone()))
-    fully_shard = stock.fully_shard if is_stock else shardkit.fully_shard
-    fully_shard(linear, mesh=rank_mesh((world_size,)), reshard_after_forward=True)
-    optimizer = torch.optim.SGD(linear.parameters(), lr=0.5)
-    ShorterOrLonger.widths[:] = widths
-    for _ in range(2):
-        inputs = torch.ones(1, 8, requires_grad=True)
-        seen = linear(inputs)
-        assert torch.equal(seen, full.sum(1)[None])
-        seen.sum().backward()
-        assert torch.equal(inputs.grad, full.sum(0)[None])
-        optimizer.step()
-        optimizer.zero_grad()
-        full -= 0.5
-    assert not ShorterOrLonger.widths
 
 
 class UnpaddedOnTheWire(WireWeight):
