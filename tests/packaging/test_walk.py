@@ -20,12 +20,12 @@ from tests.support import run_ranks
 
 ROOT = Path(shardkit.core.__file__).parent
 LIMITS = {  # functions, files
-    "fully_shard": (98, 26),
+    "fully_shard": (94, 23),
     "first forward": (180, 28),
     "forward": (99, 17),
     "backward": (110, 18),
     "step": (5, 3),
-    "all": (343, 40),
+    "all": (339, 37),
 }
 if torch.__version__ >= "2.15":
     LIMITS["backward"] = (111, 18)  # gradients stay wider than the compute dtype: `_common_dtype`

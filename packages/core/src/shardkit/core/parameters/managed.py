@@ -282,6 +282,8 @@ def with_owners(
                 f"{mesh.shard_size} ranks; expected a rank of the group, in [0, {mesh.shard_size - 1}]"
             )
     open_ones = [index for index, one in enumerate(placements) if isinstance(one, Owned) and one.rank is None]
+    if not open_ones:
+        return list(placements)
     chosen = owners_for([(managed[i].parameter, getattr(placements[i], "plan", None)) for i in open_ones], mesh)
     resolved = list(placements)
     for index, rank in zip(open_ones, chosen, strict=True):

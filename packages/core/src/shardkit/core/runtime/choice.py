@@ -67,7 +67,7 @@ def transport_for(group: dist.ProcessGroup, device: torch.device, registered: bo
 
 def may_share_memory(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether `transport_for` would share memory if all ranks were on one host. Not collective."""
-    return possible() and group.size() > 1 and _is_gloo(torch_compat.backend_of(group, device), device)
+    return group.size() > 1 and _is_gloo(torch_compat.backend_of(group, device), device) and possible()
 
 
 def _is_gloo(backend: Any, device: torch.device) -> bool:
