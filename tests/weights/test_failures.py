@@ -294,6 +294,21 @@ def test_a_receiver_that_does_not_receive_gets_the_next_version():
         assert sending.wait().failed == {}
 
 
+def test_a_version_that_waits_is_offered_to_a_receiver_that_joins():
+    address = free_address()
+    with (
+        WeightSender(state(1), address, timeout=10, receivers=2) as one,
+        WeightReceiver(address, targets_of(state(0))) as first,
+        ThreadPoolExecutor() as threads,
+    ):
+        sending = one.send(1, async_op=True)
+        with WeightReceiver(address, targets_of(state(0))) as late:
+            while not (first.offered and late.offered):
+                assert not sending.done()
+                time.sleep(0.01)
+            assert list(threads.map(WeightReceiver.receive, (first, late))) == [1, 1]
+
+
 def test_versions_that_differ_are_refused():
     address = free_address()
     with (

@@ -94,7 +94,7 @@ class Coordinator:
         self._planning = asyncio.Lock()
         # Numbers of rounds and layouts are never used again, not by the next run either.
         self._round = self._layouts = time.time_ns()
-        self._under_way = False
+        self._under_way = self._awaits_receivers = False
         self._news = News()
 
     async def peer(self, connection: Connection) -> None:
@@ -181,6 +181,8 @@ class Coordinator:
         try:
             if self._provided is not None:
                 await self._plan()
+            if self._awaits_receivers:
+                await self._say(receiver.connection, {"op": "offered"})
             while True:
                 message = await receiver.connection.hear(self._timeout)
                 op, here = message["op"], message.get("round") == self._round
@@ -228,7 +230,9 @@ class Coordinator:
         await self._plan()
         await self._broadcast([(one.connection, {"op": "offered"}) for one in self._receivers.values()])
         # Those that join while a round runs wait for the next.
+        self._awaits_receivers = True
         await self._news.until(self._all_ready, self._timeout)
+        self._awaits_receivers = False
         joined = list(self._receivers.values())
         if self._lost:
             return {"error": self._losses(), "lost": True}
