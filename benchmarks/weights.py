@@ -1,20 +1,26 @@
 """Weights from sharded training to inference, three ways in turn: `shardkit.weights`, gather and broadcast, files.
 
-    python benchmarks/weights.py                          processes of one host
-    python benchmarks/weights.py --link 1gbit             receivers behind a shaped link (needs root)
+    python benchmarks/weights.py                          on one host, then over a shaped link (which needs root)
 
 Two trainer ranks hold a model that `fully_shard` has cut, in float32, and send it in bfloat16. Each receiver holds one
 slice of the rows of every matrix, as tensor parallelism would cut it, and the vectors whole. "gather" calls
 `full_tensor()` for one name after the other and broadcasts it from rank 0 to all receivers, as trainers do that know no
-layouts; "files" is `torch.distributed.checkpoint`, from which each receiver reads whole tensors. A time runs from the
-call on the trainers until the last receiver has the version; the median of the rounds counts. "stands still" is the
-time until the trainers may change their weights.
+layouts; "files" is `torch.distributed.checkpoint`, from which each receiver reads whole tensors. "in place" holds no
+copy at either end: the trainers wait until the receivers have the version, which these write into their tensors as it
+comes.
+
+The ways take turns, pass by pass, in processes of their own. A time runs from the call on the trainers until the last
+receiver has the version; the first round of a pass, which plans and connects, does not count. "stands still" is the
+time until the trainers may change their weights. Memory is the most that a process had resident in any round, beyond
+what it had before it made a sender or receiver; pages that two processes share count in both.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
+import json
 import os
 import socket
 import statistics
@@ -22,34 +28,37 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from side_by_side.link import RATES, NoLink, Side, shaped_link
+from side_by_side.memory import MemoryMeter
+from side_by_side.networks import GPT
+from side_by_side.surroundings import surroundings
 from torch import multiprocessing
 from torch.distributed.device_mesh import DeviceMesh
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks.side_by_side.link import RATES, Side, shaped_link
-from benchmarks.side_by_side.networks import GPT
 from shardkit.core import fully_shard
 from shardkit.weights import Target, WeightReceiver, WeightSender
 
 SENDERS = 2
 WIRE = torch.bfloat16
+OURS = ("shared memory", "sockets", "in place", "1 % changed")
+"""Only the first shares memory."""
+WAYS = (*OURS, "gather", "files")
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
 class Case:
-    """One row: `way` is "shardkit", "1 % changed", "gather" or "files"; with `sockets` no memory is shared."""
+    """One of `WAYS`, over a link if there are `sides`."""
 
     way: str
     receivers: int
-    sockets: bool
     width: int
     rounds: int
     host: str
@@ -59,16 +68,26 @@ class Case:
 
 
 @dataclass
-class Times:
-    """Of one process: seconds of each round, seconds until it could go on, bytes of values that it has sent."""
+class Seen:
+    """Of one process.
 
-    whole: list[float]
-    stands_still: list[float]
+    Attributes:
+        whole: seconds of each round.
+        still: seconds of each round until it could go on.
+        nbytes: bytes of values that it sends in a round, or wants.
+        memory: the most bytes that it held beyond what it had before.
+        copy: seconds of one copy of its shards.
+    """
+
+    whole: list[float] = field(default_factory=list)
+    still: list[float] = field(default_factory=list)
     nbytes: int = 0
+    memory: int = 0
+    copy: float = 0.0
 
 
 def build(width: int) -> GPT:
-    """A GPT of 12 layers; 104 M parameters with a width of 768."""
+    """A GPT of 12 layers; 98 M parameters with a width of 768."""
     return GPT(vocabulary=8192, context=256, width=width, heads=12, hidden=[4 * width] * 12)
 
 
@@ -77,117 +96,129 @@ def run(rank: int, case: Case, results: Any) -> None:
     if case.sides is not None:
         case.sides[int(rank >= SENDERS)].enter()
     torch.set_num_threads(1)
-    os.environ["SHARDKIT_SHARED_MEMORY"] = "0" if case.sockets else "1"
+    os.environ["SHARDKIT_SHARED_MEMORY"] = "1" if case.way == "shared memory" else "0"
     os.environ["SHARDKIT_WEIGHTS_SECRET"] = "of this run"
     store = dist.TCPStore(case.host, case.port, SENDERS + case.receivers, rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=SENDERS + case.receivers)
     trainers = dist.new_group(range(SENDERS))
     broadcast = dist.new_group([0, *range(SENDERS, dist.get_world_size())])
-    with torch.device("meta"):
-        shapes = {name: one.shape for name, one in build(case.width).state_dict().items()}
     if rank < SENDERS:
-        times = trainer(case, rank, trainers, broadcast)
+        seen = trainer(case, rank, trainers, broadcast)
     else:
-        times = receiver(case, rank - SENDERS, shapes, broadcast)
-    results.put((rank, times))
+        seen = receiver(case, rank - SENDERS, broadcast)
+    results.put((rank, seen))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def rounds(case: Case, once: Callable[[int], float | None], before: Callable[[int], None] | None = None) -> Times:
-    """Runs `once` with all others, time after time; the first, which plans and connects, does not count."""
-    times = Times([], [])
+def rounds(
+    case: Case,
+    meter: MemoryMeter,
+    once: Callable[[int], float | None],
+    before: Callable[[], None] | None = None,
+) -> Seen:
+    """Runs `once` with all others, time after time; the first, which plans and connects, is not timed."""
+    seen = Seen()
     for version in range(case.rounds + 1):
         if before is not None:
-            before(version)
+            before()
         dist.barrier()
         begin = time.perf_counter()
         still = once(version)
         if version:
-            times.whole.append(time.perf_counter() - begin)
-            times.stands_still.append(times.whole[-1] if still is None else still)
-    return times
+            seen.whole.append(time.perf_counter() - begin)
+            seen.still.append(seen.whole[-1] if still is None else still)
+    seen.memory = meter.peaks()["resident"]
+    return seen
 
 
-def trainer(case: Case, rank: int, trainers: dist.ProcessGroup, broadcast: dist.ProcessGroup) -> Times:
+def trainer(case: Case, rank: int, trainers: dist.ProcessGroup, broadcast: dist.ProcessGroup) -> Seen:
     torch.manual_seed(0)
     model = build(case.width)
     mesh = DeviceMesh.from_group(trainers, "cpu")
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
+    shards = [one.detach().to_local() for one in model.parameters()]
+    sent = 0
 
-    def train(version: int) -> None:
+    def train() -> None:
         """Changes the weights: all, or one element in a hundred."""
-        with torch.no_grad():
-            for one in model.parameters():
-                local = one.to_local().view(-1)
-                local[:: 100 if case.way == "1 % changed" else 1] += 0.5
+        for one in shards:
+            one.view(-1)[:: 100 if case.way == "1 % changed" else 1] += 0.5
 
-    if case.way in ("shardkit", "1 % changed"):
-        address = f"tcp://{case.host}:{case.port + 1}"
-        delta = case.way != "shardkit"
-        with WeightSender(
-            model, address, dtype=WIRE, receivers=case.receivers, delta=delta, rank=rank, world_size=SENDERS
-        ) as sender:
-            sent = 0
+    def send(version: int) -> float | None:
+        nonlocal sent
+        begin = time.perf_counter()
+        still = None
+        if case.way == "in place":
+            report = sender.send(version)
+        else:
+            sending = sender.send(version, async_op=True)
+            still = time.perf_counter() - begin
+            report = sending.wait()
+        assert len(report.receivers) == case.receivers, report.failed
+        sent = report.nbytes
+        return still
 
-            def send(version: int) -> float:
-                nonlocal sent
-                begin = time.perf_counter()
-                sending = sender.send(version, async_op=True)
-                still = time.perf_counter() - begin
-                report = sending.wait()
-                assert len(report.receivers) == case.receivers, report.failed
-                sent = report.nbytes
-                return still
-
-            times = rounds(case, send, train)
-        times.nbytes = sent
-        return times
-    if case.way == "gather":
-
-        def gather(version: int) -> None:
-            for one in model.state_dict().values():
-                whole = one.full_tensor().to(WIRE)
-                if rank == 0:
-                    dist.broadcast(whole, 0, group=broadcast)
-
-        times = rounds(case, gather, train)
-        times.nbytes = sum(one.numel() for one in model.parameters()) * WIRE.itemsize * case.receivers * (rank == 0)
-        return times
+    def gather(version: int) -> None:
+        for one in model.state_dict().values():
+            whole = one.full_tensor().to(WIRE)
+            if rank == 0:
+                dist.broadcast(whole, 0, group=broadcast)
 
     def save(version: int) -> None:
         state = {name: one.detach().to(WIRE) for name, one in model.state_dict().items()}
         dcp.save(state, checkpoint_id=f"{case.directory}/{version}", process_group=trainers)
         dist.barrier()
 
-    times = rounds(case, save, train)
-    times.nbytes = sum(one.to_local().numel() for one in model.parameters()) * WIRE.itemsize
-    return times
+    meter = MemoryMeter(CPU)
+    if case.way in OURS:
+        with WeightSender(
+            model, f"tcp://{case.host}:{case.port + 1}", dtype=WIRE, receivers=case.receivers,
+            delta=case.way == "1 % changed", rank=rank, world_size=SENDERS,
+        ) as sender:  # fmt: skip
+            seen = rounds(case, meter, send, train)
+        seen.nbytes = sent
+    elif case.way == "gather":
+        seen = rounds(case, meter, gather, train)
+        seen.nbytes = sum(one.numel() for one in model.parameters()) * WIRE.itemsize * case.receivers * (rank == 0)
+    else:
+        seen = rounds(case, meter, save, train)
+        seen.nbytes = sum(one.numel() for one in shards) * WIRE.itemsize
+    seen.copy = seconds_of_a_copy(shards, trainers)
+    return seen
 
 
-def receiver(case: Case, number: int, shapes: dict[str, torch.Size], broadcast: dist.ProcessGroup) -> Times:
+def seconds_of_a_copy(shards: list[torch.Tensor], trainers: dist.ProcessGroup) -> float:
+    """Of the shards, in the dtype that is sent, into memory that exists; while the other trainers do the same."""
+    copies = [one.to(WIRE) for one in shards]
+    times = []
+    for _ in range(3):
+        dist.barrier(trainers)
+        begin = time.perf_counter()
+        for copy, one in zip(copies, shards, strict=True):
+            copy.copy_(one)
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times)
+
+
+def receiver(case: Case, number: int, broadcast: dist.ProcessGroup) -> Seen:
+    with torch.device("meta"):
+        shapes = {name: one.shape for name, one in build(case.width).state_dict().items()}
     places: dict[str, tuple[slice, ...]] = {}
     tensors: dict[str, torch.Tensor] = {}
     for name, shape in shapes.items():
         rows = shape[0] // case.receivers
         cut = slice(number * rows, (number + 1) * rows) if len(shape) > 1 else slice(0, shape[0])
         places[name] = (cut, *(slice(0, size) for size in shape[1:]))
-        tensors[name] = torch.zeros([one.stop - one.start for one in places[name]], dtype=WIRE)
-    if case.way in ("shardkit", "1 % changed"):
-        targets = [Target(name, places[name], tensors[name]) for name in shapes]
-        with WeightReceiver(f"tcp://{case.host}:{case.port + 1}", targets, name=str(number)) as one:
-            return rounds(case, lambda version: float(one.receive() - version))
-    if case.way == "gather":
+        tensors[name] = torch.ones([one.stop - one.start for one in places[name]], dtype=WIRE)
 
-        def take(version: int) -> None:
-            for name, shape in shapes.items():
-                whole = torch.empty(shape, dtype=WIRE)
-                dist.broadcast(whole, 0, group=broadcast)
-                tensors[name].copy_(whole[places[name]])
-
-        return rounds(case, take)
+    def take(version: int) -> None:
+        for name, shape in shapes.items():
+            whole = torch.empty(shape, dtype=WIRE)
+            dist.broadcast(whole, 0, group=broadcast)
+            tensors[name].copy_(whole[places[name]])
 
     def load(version: int) -> None:
         dist.barrier()
@@ -196,63 +227,120 @@ def receiver(case: Case, number: int, shapes: dict[str, torch.Size], broadcast: 
         for name, tensor in tensors.items():
             tensor.copy_(whole[name][places[name]])
 
-    return rounds(case, load)
+    meter = MemoryMeter(CPU)
+    if case.way in OURS:
+        targets = [Target(name, places[name], tensors[name]) for name in shapes]
+        address = f"tcp://{case.host}:{case.port + 1}"
+        with WeightReceiver(address, targets, name=str(number), in_place=case.way == "in place") as one:
+            seen = rounds(case, meter, lambda version: float(one.receive() - version))
+    else:
+        seen = rounds(case, meter, take if case.way == "gather" else load)
+    seen.nbytes = sum(one.nbytes for one in tensors.values())
+    return seen
 
 
-def measured(case: Case) -> str:
-    """A row of the table."""
-    context = multiprocessing.get_context("spawn")
+def measured(case: Case) -> list[Seen]:
+    """Runs a case; returns the figures of each process."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed.checkpoint", "shardkit.core", "shardkit.weights"])
     results = context.SimpleQueue()
     count = SENDERS + case.receivers
-    processes = multiprocessing.spawn(run, (case, results), count, join=False)
+    processes = multiprocessing.start_processes(run, (case, results), count, join=False, start_method="forkserver")
     while not processes.join():  # raises what a process raises
         pass
-    found: dict[int, Times] = dict(results.get() for _ in range(count))
-    whole = statistics.median(map(max, zip(*(one.whole for one in found.values()), strict=True)))
-    still = statistics.median(map(max, zip(*(found[rank].stands_still for rank in range(SENDERS)), strict=True)))
-    sent = " + ".join(f"{found[rank].nbytes / 1e6:.1f}" for rank in range(SENDERS))
-    how = "" if case.way in ("gather", "files") else ", sockets" if case.sockets else ", shared memory"
-    return f"| {case.way}{how} | {case.receivers} | {whole:.3f} | {still:.3f} | {sent} |"
+    found: dict[int, Seen] = dict(results.get() for _ in range(count))
+    seen = [found[rank] for rank in range(count)]
+    if case.way in ("shared memory", "sockets", "in place"):
+        assert sum(one.nbytes for one in seen[:SENDERS]) == sum(one.nbytes for one in seen[SENDERS:])
+    return seen
 
 
-def cases(options: argparse.Namespace, sides: tuple[Side, Side] | None, directory: str) -> Iterator[Case]:
-    host = "127.0.0.1" if sides is None else "10.213.77.1"
-    ways = [("shardkit", True), ("1 % changed", True), ("gather", True), ("files", True)]
-    if sides is None:
-        ways = [("shardkit", False), *ways]
-    for receivers in options.receivers:
-        for number, (way, sockets) in enumerate(ways):
+class Row:
+    """One way over one link to so many receivers, in all passes."""
+
+    def __init__(self) -> None:
+        self.passes: list[list[Seen]] = []
+
+    def facts(self) -> dict[str, Any]:
+        """Seconds of the slowest process in each round, bytes by trainer, bytes of memory of the fullest processes."""
+
+        def slowest(values: Callable[[Seen], list[float]], processes: slice) -> list[float]:
+            rounds = [zip(*map(values, one[processes]), strict=True) for one in self.passes]
+            return [round(max(seconds), 4) for one in rounds for seconds in one]
+
+        def fullest(processes: slice) -> int:
+            return max(one.memory for found in self.passes for one in found[processes])
+
+        senders, receivers = slice(SENDERS), slice(SENDERS, None)
+        return {
+            "whole": slowest(lambda one: one.whole, slice(None)),
+            "still": slowest(lambda one: one.still, senders),
+            "sent": [one.nbytes for one in self.passes[-1][senders]],
+            "sender_memory": fullest(senders),
+            "receiver_memory": fullest(receivers),
+        }
+
+
+def table(rows: dict[tuple[str, int, str], dict[str, Any]]) -> Iterator[str]:
+    """The facts of all rows."""
+    yield (
+        "| link | receivers | way | all have it, s | of gather's | trainers stand still, s | sent by rank 0 + 1, MB "
+        "| MiB of a sender | MiB of a receiver |"
+    )
+    yield "|---|---|---|---|---|---|---|---|---|"
+    for (link, receivers, way), one in rows.items():
+        whole, ratio = statistics.median(one["whole"]), ""
+        if gather := rows.get((link, receivers, "gather")):
+            ratio = f"{whole / statistics.median(gather['whole']):.2f}"
+        sent = " + ".join(f"{nbytes / 1e6:.1f}" for nbytes in one["sent"])
+        memory = f"{one['sender_memory'] >> 20} | {one['receiver_memory'] >> 20}"
+        times = f"{whole:.3f} [{min(one['whole']):.3f}-{max(one['whole']):.3f}]"
+        still = f"{statistics.median(one['still']):.3f}"
+        yield f"| {link} | {receivers} | {way} | {times} | {ratio} | {still} | {sent} | {memory} |"
+
+
+def one_pass(link: str, options: argparse.Namespace, rows: dict[tuple[str, int, str], Row]) -> None:
+    """Runs all ways over a link, one after the other. Raises NoLink if it cannot be made here."""
+    with contextlib.ExitStack() as stack:
+        sides = None if link == "none" else stack.enter_context(shaped_link(link))
+        host = "127.0.0.1" if sides is None else "10.213.77.1"
+        for receivers, way in itertools.product(options.receivers, options.ways):
+            if way == "shared memory" and sides is not None:
+                continue
             with socket.socket() as free:
                 free.bind(("127.0.0.1", 0))
                 port = min(free.getsockname()[1], 65000)
-            yield Case(
-                way,
-                receivers,
-                sockets,
-                options.width,
-                options.rounds,
-                host,
-                port,
-                sides,
-                f"{directory}/{receivers}{number}",
-            )
+            with tempfile.TemporaryDirectory() as directory:
+                case = Case(way, receivers, options.width, options.rounds, host, port, sides, directory)
+                rows.setdefault((link, receivers, way), Row()).passes.append(measured(case))
+            print(f"{link}, {receivers} receivers, {way}: measured", file=sys.stderr)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--receivers", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--width", type=int, default=768)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--link", choices=RATES)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
+    parser.add_argument("--links", nargs="+", choices=("none", *RATES), default=("none", "1gbit"))
+    parser.add_argument("--width", type=int, default=768, help="of the model; 768 makes 98 M parameters")
+    parser.add_argument("--passes", type=int, default=3, help="how often all ways take a turn")
+    parser.add_argument("--rounds", type=int, default=3, help="versions in a turn that are timed")
+    parser.add_argument("--json", type=Path, help="write everything here as well")
     options = parser.parse_args()
-    print(
-        "| way | receivers | all have it, s | trainers stand still, s | sent by rank 0 + 1, MB |\n|---|---|---|---|---|"
-    )
-    with contextlib.ExitStack() as stack:
-        sides = stack.enter_context(shaped_link(options.link)) if options.link else None
-        directory = stack.enter_context(tempfile.TemporaryDirectory())
-        for case in cases(options, sides, directory):
-            print(measured(case), flush=True)
+    facts = surroundings("cpu", "adamw", None)
+    rows: dict[tuple[str, int, str], Row] = {}
+    for link in [*options.links] * options.passes:
+        try:
+            one_pass(link, options, rows)
+        except NoLink as error:
+            print(error, file=sys.stderr)
+    found = {row: one.facts() for row, one in rows.items()}
+    for line in table(found):
+        print(line)
+    copies = [max(one.copy for one in seen[:SENDERS]) for row in rows.values() for seen in row.passes]
+    print(f"\nA copy of a trainer's shards, by itself: {statistics.median(copies):.3f} s.")
+    if options.json is not None:
+        every = [{"link": link, "receivers": number, "way": way, **one} for (link, number, way), one in found.items()]
+        options.json.write_text(json.dumps({**facts, "copy": copies, "rows": every}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
