@@ -1,0 +1,60 @@
+"""examples/rl_weights/grpo.py: TRL's GRPO on two ranks, with completions of servers that get the weights."""
+
+import contextlib
+import importlib.util
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.trainers.launch import ROOT
+
+pytest.importorskip("trl")
+
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+EXAMPLE = ROOT / "examples" / "rl_weights"
+REQUEST = {"prompts": [[3], [5, 7]], "tokens": 6, "seed": 11}
+
+
+def free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+
+
+@pytest.mark.parametrize("options", [(), pytest.param(("--delta",), marks=pytest.mark.slow)])
+def test_servers_generate_with_the_latest_weights_and_the_reward_rises(options: tuple[str, ...], tmp_path: Path):
+    """The script itself checks the version of each answer."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    weights, *ports = free_ports(3)
+    address, urls = f"tcp://127.0.0.1:{weights}", [f"http://127.0.0.1:{port}" for port in ports]
+    serve = [sys.executable, EXAMPLE / "server.py", "--weights", address, "--port"]
+    servers = [subprocess.Popen([*serve, str(port)], env=ENVIRONMENT) for port in ports]
+    try:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        command += [EXAMPLE / "grpo.py", "--weights", address, "--servers", *urls, "--out", tmp_path, *options]
+        done = subprocess.run(command, env=ENVIRONMENT, text=True, capture_output=True, timeout=500, check=False)
+        assert done.returncode == 0, done.stderr[-4000:]
+        assert re.search(r"^shardkit .* runs .* groups, 2 ranks$", done.stderr, re.MULTILINE)
+
+        spec = importlib.util.spec_from_file_location("server", EXAMPLE / "server.py")
+        assert spec is not None and spec.loader is not None
+        server = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(server)
+        trained = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
+        expected = {"version": 80, **server.generate(trained, **REQUEST)}
+        assert [server.complete(url, **REQUEST) for url in urls] == [expected, expected]
+    finally:
+        for one in servers:
+            one.kill()
+            one.wait()
+    rewards = [float(one) for one in re.findall(r"'reward': '?([0-9.]+)", done.stdout)]
+    assert rewards[0] < 0.2 and rewards[-1] > 0.6
