@@ -1,7 +1,6 @@
 """`python -m shardkit.core checkpoint`: offline, streamed, against the libraries that read the results."""
 
 import errno
-import io
 import json
 import os
 import re
@@ -9,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -124,24 +122,9 @@ def test_torch_files_there_and_back(tmp_path: Path, saved: tuple[Path, Any]):
         everything["optimizer"]["state"]["embed.weight"]["exp_avg"], expected["optimizer.embed.weight.exp_avg"]
     )
     assert main(["import", str(tmp_path / "weights.pt"), str(tmp_path / "back")]) == 0
-    model = Lone(read)
-    CheckpointManager(tmp_path / "none").restore(TrainingState(model, rng=False), source=tmp_path / "back")
-    assert differences(dict(model.state_dict()), {name: read[name] for name in model.state_dict()}) == []
-
-
-class Lone(torch.nn.Module):
-    """Buffers of these names and shapes, zero."""
-
-    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
-        super().__init__()
-        for name, value in tensors.items():
-            place: torch.nn.Module = self
-            *parents, last = name.split(".")
-            for parent in parents:
-                if not hasattr(place, parent):
-                    place.add_module(parent, torch.nn.Module())
-                place = getattr(place, parent)
-            place.register_buffer(last, torch.zeros_like(value))
+    state = {"model": {name: torch.zeros_like(value) for name, value in read.items()}}
+    dcp.load(state, checkpoint_id=tmp_path / "back", no_dist=True)
+    assert differences(state["model"], read) == []
 
 
 def test_inspect_and_verify(tmp_path: Path, saved: tuple[Path, Any], capsys: pytest.CaptureFixture[str]):
@@ -272,26 +255,9 @@ def test_the_newest_of_a_run_is_meant(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "; --fallback" not in text
 
 
-def test_a_checkpoint_beside_which_nobody_may_look(
+def test_older_ones_than_the_one_that_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    """The directory may be entered but not listed, as with mode 0711."""
-    path = save_user(tmp_path / "run", 2, 1)
-    scandir = os.scandir
-
-    def refused(where: Any) -> Any:
-        if where == path.parent:
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-        return scandir(where)
-
-    monkeypatch.setattr(os, "scandir", refused)
-    for arguments in (["inspect", path], ["verify", path], ["diff", path, path]):
-        assert said(capsys, *arguments)[0] == 0
-    status, text = said(capsys, "verify", path, "--fallback")
-    assert (status, text) == (2, f"error: {path.parent} cannot be read: Permission denied\n")
-
-
-def test_older_ones_than_the_one_that_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     run = tmp_path / "run"
     for step in (1, 2, 3):
         save_user(run, step, step)
@@ -303,17 +269,8 @@ def test_older_ones_than_the_one_that_is_named(tmp_path: Path, capsys: pytest.Ca
     expected = (1, "user.value: 3 and 1\n1 difference; 1 equal\n")
     assert said(capsys, "diff", run / "step-000003", run / "step-000001") == expected
     assert said(capsys, "diff", run, run / "step-000001") == expected
-
-
-def test_a_checkpoint_that_is_named_from_where_one_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    for step in (1, 2):
-        save_user(tmp_path / "run", step, step)
-    flip(tmp_path / "run" / "step-000002" / "__0_0.distcp")
-    monkeypatch.chdir(tmp_path / "run")
-    status, text = said(capsys, "verify", "step-000002", "--fallback")
-    assert status == 0 and f"{tmp_path / 'run' / 'step-000001'}: 2 files verified" in text
+    monkeypatch.chdir(run)
+    assert said(capsys, "verify", "step-000002", "--fallback")[0] == 0
 
 
 def test_a_checkpoint_of_stock_has_no_checksums(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -351,8 +308,6 @@ def test_what_only_one_of_two_has(tmp_path: Path, capsys: pytest.CaptureFixture[
         (1023, "1023 B"),
         (1024, "1.0 KiB"),
         (2**20 - 1, "1.0 MiB"),
-        (150 * 2**20, "150.0 MiB"),
-        (2**30 - 1, "1.0 GiB"),
         (5 * 2**40, "5120.0 GiB"),
     ],
 )
@@ -437,12 +392,6 @@ def test_the_layout_of_hugging_face(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert int.from_bytes(file.read_bytes()[:8], "little") % 8 == 0
 
 
-def test_only_what_has_the_prefix_is_exported(tmp_path: Path):
-    path = save_user(tmp_path / "run", 1, {"model.x": torch.ones(2)})
-    assert main(["export", str(path), str(tmp_path / "x.pt"), "--to", "torch"]) == 0
-    assert list(torch.load(tmp_path / "x.pt")) == ["weight"]
-
-
 def test_a_download_of_the_hugging_face_hub_is_links(tmp_path: Path):
     safetensors = pytest.importorskip("safetensors.torch")
     blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshot"
@@ -455,25 +404,6 @@ def test_a_download_of_the_hugging_face_hub_is_links(tmp_path: Path):
     (snapshot / "model.safetensors.index.json").symlink_to("../blobs/index")
     assert main(["import", str(snapshot), str(tmp_path / "imported")]) == 0
     assert list(open_index(tmp_path / "imported").tensors) == ["model.a", "model.b"]
-
-
-def test_what_waits_for_a_writer_is_not_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    os.mkfifo(tmp_path / "model.safetensors")
-    assert said(capsys, "import", tmp_path, tmp_path / "x") == (
-        2,
-        f"error: {tmp_path / 'model.safetensors'} does not exist, or is not a file\n",
-    )
-
-
-def test_a_file_of_torch_that_unpacks_to_more_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """A few kilobytes can claim any amount of memory."""
-    plain = io.BytesIO()
-    torch.save({"weight": torch.zeros(10**6)}, plain)
-    with zipfile.ZipFile(plain) as source, zipfile.ZipFile(tmp_path / "packed.pt", "w", zipfile.ZIP_DEFLATED) as packed:
-        for one in source.infolist():
-            packed.writestr(one.filename, source.read(one))
-    status, text = said(capsys, "import", tmp_path / "packed.pt", tmp_path / "x")
-    assert status == 2 and "bytes are compressed or claim to hold 4000" in text
 
 
 @pytest.mark.parametrize("arguments", [["export"], ["export", "--to=torch"], ["reshard", "--ranks=2"]], ids=str)
@@ -631,37 +561,18 @@ def test_an_interrupted_reshard_goes_on(
     assert [one.name for one in tmp_path.iterdir()] == ["x"]
 
 
-def test_an_index_that_names_less_than_there_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """The index decides which tensors are the model. Without an index, two files are ambiguous."""
+def test_the_index_decides_which_tensors_are_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     safetensors = pytest.importorskip("safetensors.torch")
     safetensors.save_file({"a": torch.ones(2), "b": torch.ones(2)}, tmp_path / "f.safetensors")
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "f.safetensors"}}))
-    assert said(capsys, "import", tmp_path, tmp_path / "x")[0] == 0
-    assert list(open_index(tmp_path / "x").tensors) == ["model.a"]
-    (tmp_path / "model.safetensors.index.json").unlink()
-    safetensors.save_file({"a": torch.ones(2)}, tmp_path / "g.safetensors")
-    status, text = said(capsys, "import", tmp_path, tmp_path / "y")
-    assert (
-        status == 2
-        and "has no model.safetensors.index.json and 2 safetensors files; name one file, or add the index" in text
-    )
-
-
-def test_the_index_says_which_of_two_files_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    safetensors = pytest.importorskip("safetensors.torch")
-    safetensors.save_file({"a": torch.ones(2)}, tmp_path / "f.safetensors")
-    safetensors.save_file({"a": torch.zeros(2), "b": torch.ones(2)}, tmp_path / "g.safetensors")
-    index = {"weight_map": {"a": "f.safetensors", "b": "g.safetensors"}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    safetensors.save_file({"a": torch.zeros(2)}, tmp_path / "g.safetensors")
+    status, text = said(capsys, "import", tmp_path, tmp_path / "x")
+    ambiguous = "has no model.safetensors.index.json and 2 safetensors files; name one file, or add the index"
+    assert status == 2 and ambiguous in text
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "f.safetensors", "c": "f.safetensors"}}))
+    status, text = said(capsys, "import", tmp_path, tmp_path / "x")
+    assert status == 2 and "no file has c, which is in its index" in text
+    index.write_text(json.dumps({"weight_map": {"a": "f.safetensors"}}))
     assert said(capsys, "import", tmp_path, tmp_path / "x")[0] == 0
     assert main(["export", str(tmp_path / "x"), str(tmp_path / "x.pt"), "--to", "torch"]) == 0
-    assert {name: one.tolist() for name, one in torch.load(tmp_path / "x.pt").items()} == {"a": [1, 1], "b": [1, 1]}
-
-
-def test_an_index_that_names_more_than_there_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    safetensors = pytest.importorskip("safetensors.torch")
-    safetensors.save_file({"a": torch.ones(2)}, tmp_path / "f.safetensors")
-    index = {"weight_map": {"a": "f.safetensors", "b": "f.safetensors"}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    status, text = said(capsys, "import", tmp_path, tmp_path / "x")
-    assert status == 2 and "no file has b, which is in its index" in text
+    assert {name: one.tolist() for name, one in torch.load(tmp_path / "x.pt").items()} == {"a": [1, 1]}

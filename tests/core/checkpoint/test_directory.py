@@ -3,7 +3,6 @@
 import builtins
 import contextlib
 import errno
-import fcntl
 import io
 import logging
 import os
@@ -19,7 +18,7 @@ import torch
 
 from shardkit.core.checkpoint import CheckpointError, CheckpointManager, DamagedCheckpointError, TrainingState
 from shardkit.core.checkpoint.command import main
-from shardkit.core.checkpoint.directory import CheckpointDirectory, remove_unless_written, sync_directory, writing_in
+from shardkit.core.checkpoint.directory import CheckpointDirectory, remove_unless_written, writing_in
 from shardkit.core.checkpoint.plan import Piece, Plan
 from shardkit.core.checkpoint.saving import Header, Image, Save
 from tests.core.checkpoint.trainee import flip
@@ -85,11 +84,6 @@ def test_what_dead_runs_have_left_goes(tmp_path: Path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000002", "step-000003"]
 
 
-def test_what_another_run_has_removed_first_is_no_error(tmp_path: Path):
-    remove_unless_written(tmp_path / ".step-000001.ab.incomplete", tmp_path / ".step-000001.ab.deleted")
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_new_directories_are_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Each entry on the way to a checkpoint is synced in the directory that it lies in."""
     synced, fsync = [], os.fsync
@@ -143,25 +137,6 @@ def test_what_cannot_be_removed_fails_no_save(tmp_path: Path, monkeypatch: pytes
     if again == "the next run":
         CheckpointManager(tmp_path)
         assert [path.name for path in tmp_path.iterdir()] == ["step-000002"]
-    manager.save(3, state, blocking=True)
-    assert [path.name for path in tmp_path.iterdir()] == ["step-000003"]
-
-
-def test_what_has_lost_its_name_goes_later_if_that_is_not_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    state = TrainingState(torch.nn.Linear(1, 1))
-    manager = CheckpointManager(tmp_path, keep=1)
-    manager.save(1, state, blocking=True)
-
-    def failing(path: Path) -> None:
-        if list(tmp_path.glob(".*.deleted")):
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        sync_directory(path)
-
-    with monkeypatch.context() as patch:
-        patch.setattr("shardkit.core.checkpoint.directory.sync_directory", failing)
-        manager.save(2, state, blocking=True)
-    (left,) = tmp_path.glob(".step-000001.*.deleted")
-    assert (left / "manifest.json").exists(), "it could come back, and without its files"
     manager.save(3, state, blocking=True)
     assert [path.name for path in tmp_path.iterdir()] == ["step-000003"]
 
@@ -314,25 +289,6 @@ def test_what_is_written_offline_is_on_disk_before_it_has_its_name(
     assert seen[synced + 1 :] == ["unlink journal.jsonl", *named, f"fsync {tmp_path.name}"]
 
 
-def test_all_of_a_file_is_written_before_it_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A file of torch.save has its full length from the beginning, so the test compares its values."""
-    model = torch.nn.Linear(3, 2)
-    CheckpointManager(tmp_path / "run").save(1, TrainingState(model), blocking=True)
-    synced, fsync = [], os.fsync
-
-    def noted(descriptor: int) -> None:
-        path = Path(f"/proc/self/fd/{descriptor}").readlink()
-        if path.suffix == ".pt":
-            synced.append(torch.load(path, weights_only=True))
-        fsync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", noted)
-    assert main(["export", str(tmp_path / "run"), str(tmp_path / "x.pt"), "--to=torch"]) == 0
-    assert [torch.equal(one["weight"], model.weight) and torch.equal(one["bias"], model.bias) for one in synced] == [
-        True
-    ]
-
-
 def test_a_checkpoint_that_is_being_replaced_is_not_brought_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Another manager opens the directory between the two renames: the run goes on, and its new checkpoint stays."""
     state = TrainingState(torch.nn.Linear(1, 1))
@@ -363,23 +319,6 @@ def test_one_that_died_between_the_renames_is_brought_back(tmp_path: Path):
     restored = CheckpointManager(tmp_path).restore(state)
     assert restored is not None and restored.info == {"saved": "first"}
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
-
-
-def test_where_locks_do_not_hold_a_writer_loses_its_name_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """As on some network file systems: a save may fail then, but a checkpoint without all its files has no name."""
-
-    def unknown(descriptor: int, operation: int) -> None:
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr(fcntl, "flock", unknown)
-    directory = CheckpointDirectory(tmp_path)
-    save = Save(directory, "ab", Header(1, 2, {}), 0, *to_save(torch.arange(4.0)), None, timeout=60)
-    save.start()
-    assert save.await_part() is None
-    seen = calls_of(monkeypatch, directory.clean)
-    assert seen[0] == "rename .step-000001.ab.incomplete .step-000001.ab.deleted"
-    save.abandon("gone")
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_forked_worker_holds_no_lock(tmp_path: Path):

@@ -6,8 +6,6 @@ import os
 import pickle
 import shutil
 import struct
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -15,18 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.distributed.fsdp as stock
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 
-from shardkit.core.checkpoint import CheckpointError, CheckpointManager, DamagedCheckpointError, TrainingState
+from shardkit.core.checkpoint import CheckpointError, CheckpointManager, DamagedCheckpointError
 from shardkit.core.checkpoint.directory import open_index
 from shardkit.core.checkpoint.index import BLOCK_BYTES, File
 from shardkit.core.checkpoint.saving import write_file
@@ -36,59 +25,6 @@ from shardkit.core.checkpoint.verified_file import BlockSums
 from shardkit.core.checkpoint.writers import DataFile
 from tests.core.checkpoint.trainee import Trainee, differences, flip
 from tests.support import run_ranks
-
-
-def stock_model(api: Any, mesh: Any, seed: int) -> Any:
-    torch.manual_seed(seed)
-    model = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 3, bias=False))
-    api(model[0], mesh=mesh)
-    api(model, mesh=mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    for _ in range(2):
-        model(torch.randn(4, 7)).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return model, optimizer
-
-
-def stock_state(model: Any, optimizer: Any) -> dict[str, Any]:
-    return {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
-
-
-def whole(model: Any, optimizer: Any) -> dict[str, Any]:
-    tensors = {f"model.{name}": value for name, value in get_model_state_dict(model).items()}
-    state = get_optimizer_state_dict(model, optimizer)
-    for name, values in state["state"].items():
-        tensors |= {f"{name}.{key}": value for key, value in values.items()}
-    tensors = {name: getattr(value, "full_tensor", lambda value=value: value)() for name, value in tensors.items()}
-    return {**{name: value.clone() for name, value in tensors.items()}, "groups": state["param_groups"]}
-
-
-def interchange(rank: int, world_size: int, path: Path, direction: str) -> list[str]:
-    from shardkit.core import fully_shard
-    from tests.support import rank_mesh
-
-    mesh = rank_mesh((world_size,), ("shard",))
-    ours, theirs = stock_model(fully_shard, mesh, 1), stock_model(stock.fully_shard, mesh, 2)
-    if direction == "ours to stock":
-        with CheckpointManager(path) as manager:
-            manager.save(1, TrainingState(*ours))
-        state = stock_state(*theirs)
-        dcp.load(state, checkpoint_id=path / "step-000001")
-        set_model_state_dict(theirs[0], state["model"])
-        set_optimizer_state_dict(*theirs, state["optimizer"])
-        return differences(whole(*theirs), whole(*ours))
-    dcp.save(stock_state(*theirs), checkpoint_id=path / "stock")
-    dist.barrier()
-    restored = CheckpointManager(path / "none").restore(TrainingState(*ours), source=path / "stock")
-    assert restored is not None and restored.step is None
-    return differences(whole(*ours), whole(*theirs))
-
-
-@pytest.mark.parametrize("direction", ["ours to stock", "stock to ours"])
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_interchange_with_stock(tmp_path: Path, direction: str, world_size: int):
-    assert run_ranks(world_size, interchange, tmp_path, direction) == [[]] * world_size
 
 
 def save_twice(rank: int, world_size: int, path: Path) -> Any:
@@ -128,10 +64,8 @@ def test_torch_reads_every_archive_and_every_value(saved: tuple[Path, list[Any]]
     assert state["loader"]["1"]["position"] >= 100
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (3, 5), (2, 1, 4), (0, 3)], ids=str)
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.uint8]
-)
+@pytest.mark.parametrize("shape", [(), (3, 5), (2, 1, 4), (0, 3)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64])
 def test_an_archive_is_what_torch_saves(tmp_path: Path, dtype: torch.dtype, shape: tuple[int, ...]):
     tensor = torch.randint(0, 2, shape).to(dtype)
     archive = archive_of(dtype, shape)
@@ -186,25 +120,6 @@ def test_a_file_is_written_where_no_thread_can_be_started(tmp_path: Path, monkey
     monkeypatch.setattr(threading.Thread, "start", refuse)
     written = write_file(tmp_path / "file", [b"one", b"two"], lambda _: None)
     assert written.blocks == checksums(b"onetwo")
-
-
-_VERIFIED_AT_THE_END = """
-import atexit, pathlib, sys
-from shardkit.core.checkpoint.index import File
-from shardkit.core.checkpoint.verified_file import checksum, verify
-
-path = pathlib.Path(sys.argv[1])
-file = File(path.name, path.stat().st_size, (checksum(path.read_bytes()),))
-atexit.register(lambda: (verify(path.parent, file), print("verified")))
-"""
-
-
-def test_a_file_is_read_while_the_interpreter_ends(tmp_path: Path):
-    path = tmp_path / "file"
-    path.write_bytes(bytes(1000))
-    command = [sys.executable, "-c", _VERIFIED_AT_THE_END, str(path)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert ended.stdout == "verified\n", ended.stderr
 
 
 @pytest.mark.parametrize(
@@ -265,8 +180,10 @@ def try_damaged(rank: int, world_size: int, path: Path) -> Any:
     return str(refused.value), restored.step, restored.damaged, trainee.full()
 
 
-@pytest.mark.parametrize("file", ["__1_0.distcp", "manifest.json"])
-@pytest.mark.parametrize("how", DAMAGES)
+@pytest.mark.parametrize(
+    ("how", "file"),
+    [*((how, "__1_0.distcp") for how in DAMAGES), *((how, "manifest.json") for how in ("flipped", "missing", "pipe"))],
+)
 def test_damage_is_named_and_passed_over(tmp_path: Path, saved: tuple[Path, list[Any]], file: str, how: str):
     source, (before, _) = saved
     shutil.copytree(source, tmp_path, dirs_exist_ok=True)
@@ -364,14 +281,6 @@ def test_stock_metadata_takes_no_extensions():
         copyreg.clear_extension_cache()
 
 
-def test_stock_metadata_changes_no_class():
-    """A pickle may set attributes of whatever it names."""
-    path = b"ctorch.distributed.checkpoint.metadata\nMetadata\n"
-    made = unpickle_metadata(b"\x80\x02" + path + b"(N}X\x07\x00\x00\x00planted" + b"K\x01stb.")
-    assert made.planted == 1
-    assert not hasattr(Metadata, "planted")
-
-
 @pytest.mark.parametrize("opcode", [b"r" + struct.pack("<I", 10**7), b"p10000000\n"], ids=["LONG_BINPUT", "PUT"])
 def test_stock_metadata_asks_for_no_memory(opcode: bytes):
     """The memo of an unpickler is as long as its largest index."""
@@ -394,33 +303,34 @@ def test_stock_paths_that_contradict_their_names(tmp_path: Path):
     assert open_index(path).paths == {"model.a": ("model.a",), "model.b": ("model", "b")}
 
 
-def test_stock_files_that_are_transformed(tmp_path: Path):
-    def change(metadata: Any) -> None:
-        for info in metadata.storage_data.values():
-            info.transform_descriptors = ("stream.zstd",)
-
-    with pytest.raises(
-        CheckpointError, match=r"model\.a: is transformed by \('stream\.zstd',\), which is not supported"
-    ):
-        open_index(changed(tmp_path / "x", change))
+def transformed(metadata: Any) -> None:
+    for info in metadata.storage_data.values():
+        info.transform_descriptors = ("stream.zstd",)
 
 
-def test_stock_metadata_that_tells_of_more_than_there_is(tmp_path: Path):
-    path = changed(tmp_path / "x", lambda metadata: metadata.storage_data.clear())
-    with pytest.raises(
-        DamagedCheckpointError, match=r"model\.a: the metadata lists a chunk at \(0,\), and no file that"
-    ):
-        open_index(path)
+def of_no_dtype(metadata: Any) -> None:
+    described = metadata.state_dict_metadata["model.a"]
+    described.size, described.chunks, described.properties.dtype = torch.Size([0]), [], "x"
 
 
-def test_stock_metadata_of_a_dtype_that_is_none(tmp_path: Path):
-    """It is refused even for a tensor without elements, where nothing else would reveal it."""
+def named_by_a_bool(metadata: Any) -> None:
+    metadata.state_dict_metadata = {False: metadata.state_dict_metadata["model.a"]}
 
-    def change(metadata: Any) -> None:
-        described = metadata.state_dict_metadata["model.a"]
-        described.size, described.chunks, described.properties.dtype = torch.Size([0]), [], "x"
 
-    with pytest.raises(DamagedCheckpointError, match=r"model\.a: dtype 'x'"):
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (transformed, r"model\.a: is transformed by \('stream\.zstd',\), which is not supported"),
+        (
+            lambda metadata: metadata.storage_data.clear(),
+            r"model\.a: the metadata lists a chunk at \(0,\), and no",
+        ),
+        (of_no_dtype, r"model\.a: dtype 'x'"),  # without elements, where nothing else would reveal it
+        (named_by_a_bool, "False where a name should be"),
+    ],
+)
+def test_stock_metadata_that_is_refused(tmp_path: Path, change: Callable[[Any], None], text: str):
+    with pytest.raises(CheckpointError, match=text):
         open_index(changed(tmp_path / "x", change))
 
 
@@ -443,12 +353,3 @@ def test_stock_metadata_leads_nowhere_else(tmp_path: Path, name: str):
     shutil.copy(inside / "__0_0.distcp", tmp_path / "outside.distcp")
     with pytest.raises(CheckpointError, match=f"file name '{name}': expected a plain name"):
         open_index(inside)
-
-
-def test_names_that_are_none(tmp_path: Path):
-    dcp.save({"a": torch.ones(2)}, checkpoint_id=tmp_path, no_dist=True)
-    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
-    metadata.state_dict_metadata = {False: metadata.state_dict_metadata["a"]}
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(DamagedCheckpointError, match="False where a name should be"):
-        open_index(tmp_path)

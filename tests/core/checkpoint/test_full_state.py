@@ -1,12 +1,9 @@
 """Full state dicts into and out of sharded modules, bit by bit, and how many bytes that takes."""
 
-import contextlib
-import gc
 import json
 import os
 import re
 import tempfile
-import weakref
 from pathlib import Path
 
 import psutil
@@ -241,23 +238,6 @@ def test_ranks_with_different_files_take_that_of_rank_0(directory):
         torch.save({"weight": torch.full((5,), float(rank))}, path)
         os.utime(path, (1000 + rank, 1000 + rank))
     run_ranks(2, check_files_that_differ, paths)
-
-
-def test_files_that_are_the_same(directory):
-    """Ranks read a file themselves if it has the size, the time and the index of rank 0's."""
-
-    def fingerprint(state, time=1000, name="model.pt"):
-        torch.save(state, directory / name)
-        os.utime(directory / name, (time, time))
-        return open_source(directory / name).fingerprint
-
-    one = {"weight": torch.zeros(5), "note": "ab"}
-    same = fingerprint(one)
-    assert fingerprint(one, name="other.pt") == same, "of another name: mounts may differ"
-    others = [fingerprint(one, time=1001), fingerprint({"Weight": torch.zeros(5), "note": "ab"})]
-    assert (directory / "model.pt").stat().st_size == (directory / "other.pt").stat().st_size
-    others.append(fingerprint({"weight": torch.zeros(5), "note": "a" * 1000}))
-    assert len({same, *others}) == 4
 
 
 def test_a_file_is_not_read_before_it_is_needed(directory):
@@ -626,45 +606,3 @@ def test_safetensors_missing(directory, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "safetensors", None)
     with pytest.raises(ImportError, match="run: pip install safetensors"):
         load_full_state_dict(nn.Linear(3, 3), path)
-
-
-def test_safetensors_pieces(directory):
-    save_file = pytest.importorskip("safetensors.torch").save_file
-    tensors = {
-        "matrix": torch.arange(48.0).view(8, 6),
-        "scalar": torch.tensor(3.0),
-        "none": torch.empty(0, 3),
-        "half": torch.arange(6).bfloat16(),
-        "flags": torch.tensor([True, False]),
-    }
-    save_file(tensors, directory / "pieces.safetensors")
-    source = open_source(directory / "pieces.safetensors")
-    assert {name: (tensor.shape, tensor.dtype) for name, tensor in source.tensors.items()} == {
-        name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()
-    }
-    for name, tensor in tensors.items():
-        assert torch.equal(source.tensors[name], tensor)
-    matrix = tensors["matrix"]
-    for piece, expected in (
-        (Region((((0, 2), (4, 6)), ((1, 3),))), matrix[[0, 1, 4, 5], 1:3]),
-        (Region((((3, 4),), ((0, 6),))), matrix[3:4]),
-        (Region(((), ((0, 6),))), matrix[:0]),
-    ):
-        assert torch.equal(piece.take(source.tensors["matrix"]), expected)
-
-
-def _refused_source(rank: int, world_size: int) -> bool:
-    layer = fully_shard(nn.Linear(4, 4))
-    gc.collect()
-    gc.disable()
-    source = {"weight": torch.zeros(9, 9), "bias": torch.zeros(4)}
-    weight = weakref.ref(source["weight"])
-    with contextlib.suppress(RuntimeError):
-        load_full_state_dict(layer, source)
-    del source
-    gc.enable()
-    return weight() is None
-
-
-def test_a_source_that_is_refused_is_let_go_at_once():
-    assert run_ranks(2, _refused_source) == [True, True]

@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -88,25 +87,6 @@ def test_positions_of_other_ranks_are_not_guessed(tmp_path: Path):
     for text in run_ranks(1, refused_position, tmp_path):
         assert "'loader' was saved separately by 2 ranks, and there are 1 now" in text
         assert "load_state_dicts" in text
-
-
-def before_the_first_step(rank: int, world_size: int, path: Path) -> list[str]:
-    fresh, other = Trainee((world_size,), seed=1), Trainee((world_size,), seed=2)
-    other.train(2)
-    with CheckpointManager(path) as manager:
-        manager.save(0, fresh.state)
-        manager.restore(other.state)
-    assert not other.optimizer.state
-    other.losses.clear()
-    other.train(2)
-    torch.manual_seed(0)
-    CheckpointManager(path).restore(fresh.state)
-    fresh.train(2)
-    return differences(other.full(), fresh.full()) + differences(other.losses, fresh.losses)
-
-
-def test_an_optimizer_that_has_not_stepped(tmp_path: Path):
-    assert run_ranks(2, before_the_first_step, tmp_path) == [[]] * 2
 
 
 def partly_stepped(rank: int, world_size: int, path: Path, saved: str) -> None:
@@ -251,34 +231,6 @@ def test_a_write_that_fails_is_reported_everywhere_and_leaves_nothing(tmp_path: 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000001", "step-000003"]
 
 
-def small_disk(rank: int, world_size: int, path: Path) -> tuple[str, list[int]]:
-    trainee = Trainee((world_size,))
-    manager = CheckpointManager(path)
-    for step in range(1, 20):
-        try:
-            manager.save(step, trainee.state, blocking=True)
-        except CheckpointError as error:
-            restored = manager.restore(trainee.state)
-            return str(error), [restored.step, *(one.step for one in manager.checkpoints())]
-    raise AssertionError("the disk is larger than expected")
-
-
-def test_a_disk_that_is_full(tmp_path: Path):
-    """A file system of 1 MiB."""
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", tmp_path], capture_output=True, check=False
-    )
-    if mounted.returncode:
-        pytest.skip(f"only root can make a small file system: {mounted.stderr.decode().strip()}")
-    try:
-        for text, (restored, *steps) in run_ranks(2, small_disk, tmp_path):
-            assert "No space left on device" in text
-            assert steps == list(range(1, restored + 1))
-        assert {path.name[:5] for path in tmp_path.iterdir()} == {"step-"}
-    finally:
-        subprocess.run(["umount", tmp_path], check=True)
-
-
 def other_models(rank: int, world_size: int, path: Path) -> list[str]:
     trainee = Trainee((world_size,))
     trainee.train(1)
@@ -307,40 +259,6 @@ def test_another_model_is_refused_and_left_as_it_was(tmp_path: Path):
         assert "model.seen: the checkpoint" in texts[0] and "has shape (3,) and torch.int64, expected (4,)" in texts[0]
         assert "does not fit the model: it lacks model.later" in texts[1]
         assert "expected (3,) and torch.float32" in texts[2]
-
-
-def different_layouts(rank: int, world_size: int, path: Path) -> list[str]:
-    """As with pipeline parallelism: every pair of ranks holds modules of its own."""
-    from tests.support import rank_mesh
-
-    mesh = rank_mesh((2, 2), ("stage", "shard"))
-    torch.manual_seed(3)
-    stages = [torch.nn.Linear(5, 3), torch.nn.Linear(3, 4, bias=False)]
-    from shardkit.core import fully_shard
-
-    model = torch.nn.ModuleDict({str(mesh["stage"].get_local_rank()): stages[mesh["stage"].get_local_rank()]})
-    for stage in model.values():
-        fully_shard(stage, mesh=mesh["shard"])
-    with CheckpointManager(path) as manager:
-        manager.save(1, TrainingState(model))
-        with torch.no_grad():
-            before = {name: value.to_local().clone() for name, value in model.state_dict().items()}
-            for p in model.parameters():
-                p.zero_()
-        manager.restore(TrainingState(model))
-    return [name for name, value in model.state_dict().items() if not torch.equal(value.to_local(), before[name])]
-
-
-def test_ranks_with_other_layouts(tmp_path: Path):
-    assert run_ranks(4, different_layouts, tmp_path) == [[]] * 4
-    import torch.distributed.checkpoint as dcp
-
-    state = {"model": {"0.weight": torch.zeros(3, 5), "0.bias": torch.zeros(3), "1.weight": torch.zeros(4, 3)}}
-    dcp.load(state, checkpoint_id=tmp_path / "step-000001", no_dist=True)
-    torch.manual_seed(3)
-    first, second = torch.nn.Linear(5, 3), torch.nn.Linear(3, 4, bias=False)
-    assert torch.equal(state["model"]["0.weight"], first.weight) and torch.equal(state["model"]["0.bias"], first.bias)
-    assert torch.equal(state["model"]["1.weight"], second.weight)
 
 
 def test_bad_arguments(tmp_path: Path):
@@ -375,20 +293,3 @@ def test_without_a_process_group(tmp_path: Path):
     assert CheckpointManager(tmp_path).restore(TrainingState(model)).step == 7
     assert torch.equal(model.weight, expected)
     assert json.loads((tmp_path / "step-000007" / "manifest.json").read_text())["world_size"] == 1
-
-
-def _restore_from_here(rank: int, world_size: int, directory: Path) -> int:
-    model = torch.nn.Linear(2, 2)
-    manager = CheckpointManager(directory / "run")
-    manager.save(3, TrainingState(model), blocking=True)
-    os.chdir(directory)
-    if rank:
-        gone = directory / "gone"
-        gone.mkdir()
-        os.chdir(gone)
-        gone.rmdir()
-    return manager.restore(TrainingState(model), source="run/step-000003").step
-
-
-def test_rank_0_finds_a_relative_source(tmp_path: Path):
-    assert run_ranks(2, _restore_from_here, tmp_path, isolated=True) == [3, 3]

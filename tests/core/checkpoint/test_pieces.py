@@ -4,7 +4,6 @@ import itertools
 import math
 import pickle
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -26,7 +25,6 @@ from shardkit.core.checkpoint.plan import Layout, Piece
 from shardkit.core.checkpoint.saving import Header, Part, build_index, chunks_after
 from shardkit.core.checkpoint.stock_metadata import stock_metadata, unpickle_metadata
 from shardkit.core.parameters.region import region_at, regions_of_mesh
-from shardkit.core.runtime.sharding import ChunkLayout
 
 shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
 
@@ -160,11 +158,3 @@ def test_nested_state_comes_back(tree: dict[object, object]):
         assert len(set(names)) < len(names), "only two values of one name, such as 1 and '1', are refused"
         return
     assert unflatten(flat.values, flat.empties) == tree
-
-
-def test_the_region_of_one_rank_asks_for_no_other(monkeypatch: pytest.MonkeyPatch):
-    asked: list[int] = []
-    length = ChunkLayout.length
-    monkeypatch.setattr(ChunkLayout, "length", lambda layout, rank: asked.append(rank) or length(layout, rank))
-    region = region_at("weight", (64, 64), [Blocks(elements=16)], [256], [200])
-    assert (region.numel, asked) == (16, [200])

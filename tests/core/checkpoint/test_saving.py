@@ -33,26 +33,14 @@ from shardkit.core.checkpoint.saving import (
     read_part,
     write_part,
 )
+from tests.core.checkpoint.trainee import Held
 from tests.support import run_ranks
 from tests.support.waiting import await_file
 
 
-class Own:
-    """State of a rank's own."""
-
-    def __init__(self, rank: int) -> None:
-        self.values = torch.full((3000,), float(rank))
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"values": self.values}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.values = state["values"]
-
-
 def fail_and_try_again(rank: int, world_size: int, path: Path, removable: bool) -> Any:
     """Rank 0 has a disk of 4 KiB at first. Rank 1 writes when rank 0 has failed, and then when it has looked for it."""
-    own = Own(rank)
+    own = Held({"values": torch.full((3000,), float(rank))})
     state = TrainingState(torch.nn.Linear(3, 2), per_rank={"own": own})
     manager = CheckpointManager(path)
     manager.save(4, state, blocking=True)
@@ -90,15 +78,15 @@ def fail_and_try_again(rank: int, world_size: int, path: Path, removable: bool) 
         torch.distributed.barrier()
         left = [one.name for one in path.iterdir()]
         torch.distributed.barrier()
-        own.values += 10
+        own.state["values"] += 10
         manager.save(5, state, blocking=True)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
         saving.write_part, saving.read_part = write_part, read_part
         shutil.rmtree, saving.Save._fail = rmtree, fail
-    own.values = torch.zeros(3000)
+    own.state["values"] = torch.zeros(3000)
     manager.restore(state)
-    return str(failed.value), left, own.values.unique().tolist()
+    return str(failed.value), left, own.state["values"].unique().tolist()
 
 
 @pytest.mark.parametrize("removable", [True, False])
@@ -175,55 +163,38 @@ def test_parts_that_do_not_fit_make_no_checkpoint():
     assert list(index.files) == ["__1_0.distcp", "__2_0.distcp"], "rank 0 had nothing to write, and no file"
 
 
-def no_thread(rank: int, world_size: int, path: Path) -> str:
-    """A save fails if no thread can be started, as where their number is limited."""
-    manager = CheckpointManager(path)
-    state = TrainingState(torch.nn.Linear(1, 1))
-    start = threading.Thread.start
-
-    def failing(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    threading.Thread.start = failing if rank == 1 else start
-    try:
-        manager.save(1, state)
-    finally:
-        threading.Thread.start = start
-    with pytest.raises(CheckpointError) as failed:
-        manager.wait()
-    manager.save(2, state, blocking=True)
-    return str(failed.value)
+def no_thread(thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
 
 
-def test_a_save_that_cannot_begin_fails_on_all_ranks(tmp_path: Path):
-    text = f"saving step 1 to {tmp_path} failed on rank 1: RuntimeError: can't start new thread"
-    assert run_ranks(2, no_thread, tmp_path) == [text] * 2
-    assert [path.name for path in tmp_path.iterdir()] == ["step-000002"]
-
-
-def dead_writer(rank: int, world_size: int, path: Path) -> str:
-    """The writing thread of rank 1 ends with a BaseException that is not an Exception."""
-    manager = CheckpointManager(path)
-    state = TrainingState(torch.nn.Linear(1, 1))
-    write_part = saving.write_part
-    saving.write_part = _ended if rank == 1 else write_part
-    try:
-        manager.save(1, state)
-        with pytest.raises(CheckpointError) as failed:
-            manager.wait()
-    finally:
-        saving.write_part = write_part
-    manager.save(2, state, blocking=True)
-    return str(failed.value)
-
-
-def _ended(*arguments: Any) -> None:
+def ended(*arguments: Any) -> None:
     raise SystemExit
 
 
-def test_a_writer_that_dies_is_reported_everywhere(tmp_path: Path):
-    text = f"saving step 1 to {tmp_path} failed on rank 1: the thread that writes was ended by SystemExit()"
-    assert run_ranks(2, dead_writer, tmp_path) == [text] * 2
+def failing_on_rank_1(rank: int, world_size: int, path: Path, place: str, failing: Any) -> str:
+    manager = CheckpointManager(path)
+    state = TrainingState(torch.nn.Linear(1, 1))
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(place, failing)
+        manager.save(1, state)
+        with pytest.raises(CheckpointError) as failed:
+            manager.wait()
+    manager.save(2, state, blocking=True)
+    return str(failed.value)
+
+
+@pytest.mark.parametrize(
+    ("place", "failing", "text"),
+    [
+        ("threading.Thread.start", no_thread, "RuntimeError: can't start new thread"),
+        ("shardkit.core.checkpoint.saving.write_part", ended, "the thread that writes was ended by SystemExit()"),
+    ],
+)
+def test_a_writer_that_dies_is_reported_everywhere(tmp_path: Path, place: str, failing: Any, text: str):
+    """It cannot begin where the number of threads is limited; or it ends with an exception that is not an Exception."""
+    told = run_ranks(2, failing_on_rank_1, tmp_path, place, failing)
+    assert told == [f"saving step 1 to {tmp_path} failed on rank 1: {text}"] * 2
     assert [path.name for path in tmp_path.iterdir()] == ["step-000002"]
 
 
@@ -272,7 +243,7 @@ def test_a_script_that_ends_does_not_wait_for_ranks_that_are_gone(tmp_path: Path
 
 def two_in_a_row(rank: int, world_size: int, path: Path) -> list[float]:
     """The first save is written once the second one waits: staging memory is the first one's until then."""
-    own = Own(rank)
+    own = Held({"values": torch.full((3000,), float(rank))})
     state = TrainingState(torch.nn.Linear(1, 1), per_rank={"own": own})
     write_part, await_part = saving.write_part, saving.Save.await_part
     waits = threading.Event()
@@ -290,13 +261,13 @@ def two_in_a_row(rank: int, world_size: int, path: Path) -> list[float]:
         with CheckpointManager(path) as manager:
             for step in (1, 2):
                 manager.save(step, state)
-                own.values += 10
+                own.state["values"] += 10
     finally:
         saving.write_part, saving.Save.await_part = write_part, await_part
     found = []
     for step in (1, 2):
         manager.restore(state, step=step)
-        found += own.values.unique().tolist()
+        found += own.state["values"].unique().tolist()
     return found
 
 

@@ -1,0 +1,282 @@
+"""State dicts and checkpoints of `Owned` and `Blocks`: by stock and by ours, from and into any layout and engine."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.distributed.fsdp as stock
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+
+from shardkit.core import full_state_dict, load_full_state_dict
+from shardkit.core.checkpoint import CheckpointManager, TrainingState
+from shardkit.core.checkpoint.command import main
+from shardkit.core.torch_compat import local_of
+from tests.core.checkpoint.placed import Net, adamw, build, contents, same, train, whole
+from tests.support import on_ranks, rank_mesh, run_ranks
+
+LAYOUTS = ["owned", "rows", "elements"]
+
+
+def made(layout: str, world_size: int, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model on one of our layouts, or, for "stock", on stock's engine; with its optimizer."""
+    if layout != "stock":
+        model = build(layout, world_size, seed)
+        return model, adamw(model)
+    torch.manual_seed(seed)
+    model = Net()
+    for layer in model.layers:
+        stock.fully_shard(layer, mesh=rank_mesh((world_size,)))
+    stock.fully_shard(model, mesh=rank_mesh((world_size,)))
+    return model, adamw(model)
+
+
+def weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: whole(value) for name, value in model.state_dict().items()}
+
+
+def save(rank: int, world_size: int, how: str, layout: str, path: Path) -> dict[str, torch.Tensor]:
+    model, optimizer = made(layout, world_size, 1)
+    train(model, optimizer, 3)
+    if how == "ours":
+        with CheckpointManager(path) as manager:
+            manager.save(3, TrainingState(model, optimizer))
+        return contents(model, optimizer)
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    state = {"model": model_state, "optimizer": optimizer_state}
+    if how == "dcp.async_save":
+        dcp.async_save(state, checkpoint_id=path).result()
+    else:
+        dcp.save(state, checkpoint_id=path)
+    return contents(model, optimizer)
+
+
+def load(rank: int, world_size: int, how: str, layout: str, path: Path) -> dict[str, torch.Tensor]:
+    """By `CheckpointManager` or by torch's helpers, whichever has saved it."""
+    model, optimizer = made(layout, world_size, 2)
+    ours = path / "step-000003"
+    if how == "ours":
+        manager = CheckpointManager(path if ours.exists() else path.with_name("none"))
+        source = None if ours.exists() else path
+        assert manager.restore(TrainingState(model, optimizer), source=source) is not None
+    else:
+        path = ours if ours.exists() else path
+        model_state, optimizer_state = get_state_dict(model, optimizer)
+        state = {"model": model_state, "optimizer": optimizer_state}
+        dcp.load(state, checkpoint_id=path)
+        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    found = contents(model, optimizer)
+    train(model, optimizer, 1)  # training goes on after a load
+    return found
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        (("dcp.save", "owned", 4), [("dcp.load", "stock", 3), ("dcp.load", "shard", 1)]),
+        (("dcp.save", "rows", 2), [("dcp.load", "owned", 2), ("dcp.load", "rows", 3)]),
+        (("dcp.save", "elements", 4), [("dcp.load", "stock", 3), ("dcp.load", "elements", 3)]),
+        (("dcp.save", "stock", 3), [("dcp.load", "owned", 4), ("dcp.load", "rows", 2), ("ours", "elements", 2)]),
+        (("dcp.save", "stock", 4), [("ours", "shard", 4), ("ours", "rows", 3)]),
+        (("dcp.async_save", "owned", 2), [("dcp.load", "shard", 2)]),
+        (("ours", "shard", 4), [("ours", "owned", 4), ("ours", "elements", 3), ("dcp.load", "stock", 2)]),
+        (("ours", "owned", 3), [("ours", "shard", 2), ("dcp.load", "stock", 3)]),
+        (("ours", "rows", 4), [("ours", "owned", 4), ("ours", "rows", 3)]),
+        (("ours", "elements", 1), [("ours", "shard", 2), ("ours", "elements", 3)]),
+    ],
+    ids=str,
+)
+def test_checkpoints_go_from_any_layout_to_any(
+    tmp_path: Path, saved: tuple[str, str, int], loaded: list[tuple[str, str, int]]
+) -> None:
+    how, layout, world_size = saved
+    expected = run_ranks(world_size, save, how, layout, tmp_path / "saved")[0]
+    for how, layout, world_size in loaded:
+        for seen in run_ranks(world_size, load, how, layout, tmp_path / "saved"):
+            same(seen, expected)
+
+
+@pytest.mark.parametrize("layout", ["shard", *LAYOUTS])
+@on_ranks(2)
+def test_full_state_dicts(rank: int, world_size: int, layout: str) -> None:
+    expected = weights(build("shard", world_size, 1))
+    model = build(layout, world_size, 1)
+    same(full_state_dict(model, rank0_only=False), expected)
+    same(get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)), expected)
+    other = build(layout, world_size, 2)
+    load_full_state_dict(other, expected if rank == 0 else None)
+    same(weights(other), expected)
+    more = {name: value + 1 for name, value in expected.items()}
+    load_full_state_dict(other, more if rank == 0 else None, assign=True)
+    same(weights(other), more)
+    train(other, adamw(other), 1)
+    other.load_state_dict(copy.deepcopy(model.state_dict()))
+    same(weights(other), expected)
+
+
+@on_ranks(2)
+def test_files_of_torch_save_keep_the_layout(rank: int, world_size: int, tmp_path: Path) -> None:
+    for layout in LAYOUTS:
+        state = build(layout, world_size, 1).state_dict()
+        torch.save(state, tmp_path / f"{layout}{rank}.pt")
+        loaded = torch.load(tmp_path / f"{layout}{rank}.pt", weights_only=False)
+        assert all(torch.equal(local_of(state[name]), local_of(loaded[name])) for name in state if name != "counts")
+
+
+def read(rank: int, world_size: int, layout: str, path: Path) -> dict[str, torch.Tensor]:
+    """Weights that torch reads, or from a file of safetensors, which every rank reads for itself."""
+    model = build(layout, world_size, 2)
+    if path.suffix == ".safetensors":
+        load_full_state_dict(model, path)
+        return weights(model)
+    state = {"model": model.state_dict()}
+    dcp.load(state, checkpoint_id=path)
+    model.load_state_dict(state["model"])
+    return weights(model)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_files_for_others_and_from_others(layout: str, tmp_path: Path) -> None:
+    everything = run_ranks(3, save, "ours", layout, tmp_path / "run")[0]
+    expected = {name: one for name, one in everything.items() if not name.endswith((".exp_avg", ".exp_avg_sq"))}
+    assert main(["verify", str(tmp_path / "run")]) == 0
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "hf")]) == 0
+    (file,) = (tmp_path / "hf").glob("*.safetensors")
+    same(load_file(file), expected)
+    assert main(["reshard", str(tmp_path / "run"), str(tmp_path / "five"), "--ranks", "5"]) == 0
+    assert main(["diff", str(tmp_path / "run"), str(tmp_path / "five")]) == 0
+    assert main(["import", str(tmp_path / "hf"), str(tmp_path / "back")]) == 0
+    save_file(expected, tmp_path / "whole.safetensors")
+    for source in ("five", "back", "whole.safetensors"):
+        same(run_ranks(2, read, layout, tmp_path / source)[0], expected)
+
+
+@pytest.mark.parametrize(
+    ("layout", "broadcast"), [("owned", False), ("owned", True), ("rows", False), ("elements", True)]
+)
+@on_ranks(3)
+def test_whole_optimizer_state_goes_into_any_placements(
+    rank: int, world_size: int, layout: str, broadcast: bool
+) -> None:
+    model, optimizer = made(layout, world_size, 1)
+    train(model, optimizer, 3)
+    expected = contents(model, optimizer)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    full: list[Any] = [copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=options))]
+    if not broadcast:
+        dist.broadcast_object_list(full, src=0)
+    for other in (layout, "shard"):
+        resumed_model, first = made(other, world_size, 1)
+        train(resumed_model, first, 3)
+        resumed = adamw(resumed_model)
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
+        set_optimizer_state_dict(resumed_model, resumed, copy.deepcopy(full[0]), options=options)
+        same(contents(resumed_model, resumed), expected)
+        if other == layout:
+            train(resumed_model, resumed, 1)
+            train(model, optimizer, 1)
+            same(contents(resumed_model, resumed), contents(model, optimizer))
+
+
+@on_ranks(2)
+def test_torch_does_not_gather_what_owners_alone_have(rank: int, world_size: int) -> None:
+    model = build("owned", world_size, 1)
+    optimizer = torch.optim.Adafactor(model.parameters())
+    train(model, optimizer, 1)
+    with pytest.raises(RuntimeError, match=r"some ranks have no state of Adafactor.*CheckpointManager"):
+        get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
+    assert get_optimizer_state_dict(model, optimizer)["state"]
+
+
+# -- other optimizers --------------------------------------------------------------------------------------------------
+
+
+def muon(model: nn.Module) -> list[torch.optim.Optimizer]:
+    return [
+        torch.optim.Muon([p for p in model.parameters() if p.ndim == 2], lr=0.02),
+        torch.optim.AdamW([p for p in model.parameters() if p.ndim != 2], lr=0.01),
+    ]
+
+
+def everything(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, torch.Tensor]:
+    found = weights(model)
+    for name, parameter in model.named_parameters():
+        for optimizer in optimizers:
+            for key in ("exp_avg", "exp_avg_sq", "momentum_buffer"):
+                if key in optimizer.state.get(parameter, {}):
+                    found[f"{name}.{key}"] = whole(optimizer.state[parameter][key])
+    return found
+
+
+def part_of_a_run(rank: int, world_size: int, part: int, path: Path) -> tuple[Any, Any]:
+    """AdamW on Shard, Muon on Owned, Muon on Owned on other ranks, AdamW on Shard."""
+    layout = ("shard", "owned", "owned", "shard")[part]
+    model = build(layout, world_size, 10 + part)
+    optimizers = muon(model) if layout == "owned" else [adamw(model)]
+    loaded = None
+    if part:
+        resumes = part == 2  # with the optimizers; those of the other parts are others
+        state = TrainingState(model, optimizers) if resumes else TrainingState(model)
+        assert CheckpointManager(path / str(part - 1)).restore(state) is not None
+        loaded = everything(model, optimizers)
+    for optimizer in optimizers:
+        train(model, optimizer, 2)
+    with CheckpointManager(path / str(part)) as manager:
+        manager.save(part, TrainingState(model, optimizers))
+    return loaded, everything(model, optimizers)
+
+
+@pytest.mark.parametrize("worlds", [(4, 3, 2, 1), (1, 4, 3, 2)])
+def test_a_run_moves_between_optimizers_placements_and_ranks(worlds: tuple[int, ...], tmp_path: Path) -> None:
+    saved: dict[str, torch.Tensor] = {}
+    for part, world_size in enumerate(worlds):
+        loaded, now = run_ranks(world_size, part_of_a_run, part, tmp_path)[0]
+        if part == 2:
+            same(loaded, saved)
+            assert any(name.endswith(".momentum_buffer") for name in loaded)
+        elif part:
+            same(loaded, {name: saved[name] for name in loaded})
+        saved = now
+
+
+def soap(model: nn.Module) -> torch.optim.Optimizer:
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    return pytest.importorskip("pytorch_optimizer").SOAP(matrices, lr=0.01, precondition_frequency=2)
+
+
+def preconditioned(rank: int, world_size: int, path: Path) -> None:
+    """Twice, a run goes on after a restore as without one: no rank saves a value that another rank changed."""
+    model = build("owned", world_size, 1)
+    optimizer = soap(model)
+    train(model, optimizer, 3)
+    for step in range(2):
+        with CheckpointManager(path) as manager:
+            manager.save(step, TrainingState(model, optimizer))
+        other = build("owned", world_size, 2)
+        restored = soap(other)
+        assert CheckpointManager(path).restore(TrainingState(other, restored)) is not None
+        # Checkpoints keep values and not strides: QR leaves columns, and their products may have other last bits.
+        for state in optimizer.state.values():
+            for key in {"Q", "GG"} & state.keys():
+                state[key] = [matrix.contiguous() for matrix in state[key]]
+        train(model, optimizer, 2)
+        train(other, restored, 2)
+        same(weights(other), weights(model))
+        model, optimizer = other, restored
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_state_of_other_shapes_stays_with_the_owner(tmp_path: Path, world_size: int) -> None:
+    run_ranks(world_size, preconditioned, tmp_path)
