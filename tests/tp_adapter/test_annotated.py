@@ -110,7 +110,7 @@ def _trains(rank: int, world_size: int, case: str, size: int, reduce_dtype: torc
 
 @pytest.mark.parametrize(
     ("case", "size", "reduce_dtype"),
-    [(case, EVEN, None) for case in MESHES] + [("FSDP", ODD, torch.float32), ("tp first", ODD, None)],
+    [("FSDP", ODD, torch.float32), ("HSDP", EVEN, None), ("tp first", ODD, None), ("one rank of tp", EVEN, None)],
 )
 def test_trains_as_whole_tensors(case: str, size: int, reduce_dtype: torch.dtype | None) -> None:
     run_ranks(4, _trains, case, size, reduce_dtype)

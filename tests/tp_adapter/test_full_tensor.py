@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import random
 from dataclasses import dataclass, replace
 
 import pytest
@@ -158,16 +157,3 @@ def gathering(rank: int, world_size: int, cuts: list[Cut]) -> list[bool]:
 def test_many_ranks(cuts: list[Cut]):
     (reordered,) = run_ranks(1, gathering, cuts, isolated=True)
     assert all(reordered) if cuts is UNEVEN else sum(reordered) >= 6
-
-
-def test_many_ranks_any_cut():
-    choose = random.Random(7)
-    cuts = []
-    while len(cuts) < 30:
-        dp, tp, parts = choose.randint(1, 4), choose.randint(1, 4), choose.randint(1, 3)
-        shape = tuple(choose.randint(1, 13) for _ in range(choose.randint(1, 2)))
-        dim = choose.randrange(len(shape))
-        if parts > 1:
-            shape = (*shape[:dim], parts * tp * choose.randint(1, 3), *shape[dim + 1 :])
-        cuts.append(Cut(dp, tp, shape, parts, dim, choose.randrange(len(shape))))
-    run_ranks(1, gathering, cuts, isolated=True)

@@ -19,7 +19,7 @@ from shardkit.tp_adapter import CheckedLoadPlanner, SubBlocks, logical_state_dic
 from shardkit.tp_adapter.boxes import BoxedTensor
 from tests.support import on_ranks, rank_mesh, run_ranks
 from tests.support.twins import Twins, assert_close
-from tests.tp_adapter.models import HEADS, NAMES, PROJECTIONS, SPECS, FusedModel, build, shard
+from tests.tp_adapter.models import HEADS, NAMES, PROJECTIONS, SPECS, build, shard
 from tests.tp_adapter.trainee import Trainee
 
 
@@ -67,50 +67,6 @@ def test_trains_like_one_process(rank: int, world_size: int, name: str, shape: t
         shardkit.load_full_state_dict(model, full, assign=assign)
         loaded = shardkit.full_state_dict(model, rank0_only=False)
         assert not [fqn for fqn in full if not torch.equal(loaded[fqn], full[fqn])], assign
-
-
-def save_logical(rank: int, world_size: int, path: Path, shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
-    trainee = Trainee.of("fused", shape, 1)
-    state = trainee.state()
-    names = {kind: logical_state_dict(trainee.model, state[kind]) for kind in ("model", "optimizer")}
-    dcp.save(names, checkpoint_id=path)
-    return trainee.full()
-
-
-def load_logical(rank: int, world_size: int, path: Path, shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
-    trainee = Trainee.of("fused", shape, 2)
-    state = trainee.state()
-    names = {kind: logical_state_dict(trainee.model, state[kind]) for kind in ("model", "optimizer")}
-    dcp.load(names, checkpoint_id=path, planner=CheckedLoadPlanner())
-    return trainee.full()
-
-
-def load_unfused(rank: int, world_size: int, path: Path) -> Any:
-    """The checkpoint of logical names fits a model that has gate and up as two layers; save it again from there."""
-    model = FusedModel(fused=False)
-    shardkit.fully_shard(model)
-    optimizer = torch.optim.AdamW(model.parameters())
-    state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
-    dcp.load(state, checkpoint_id=path, planner=CheckedLoadPlanner())
-    dcp.save(state, checkpoint_id=path.with_name("again"))
-    gathered = {name: value.full_tensor() for name, value in state["model"].items()}
-    for fqn, states in state["optimizer"]["state"].items():
-        gathered |= {f"{fqn}.{key}": one.full_tensor() for key, one in states.items() if isinstance(one, DTensor)}
-    return gathered
-
-
-def test_logical_names(tmp_path: Path):
-    expected = run_ranks(4, save_logical, tmp_path / "first", (2, 2))[0]
-    unfused = run_ranks(2, load_unfused, tmp_path / "first")[0]
-    for block in range(2):
-        for kind in ("weight", "bias"):
-            for name, suffix in (("model", ""), ("optimizer", ".exp_avg")):
-                parts = [unfused[f"blocks.{block}.{part}.{kind}{suffix}"] for part in ("gate", "up")]
-                assert torch.equal(torch.cat(parts), expected[f"{name}.blocks.{block}.gate_up.{kind}{suffix}"])
-    for shape in ((4, 1), (1, 2, 2)):
-        seen = run_ranks(4, load_logical, tmp_path / "again", shape)[0]
-        assert seen.keys() == expected.keys()
-        assert not [name for name in expected if not torch.equal(seen[name], expected[name])], shape
 
 
 @on_ranks(1)

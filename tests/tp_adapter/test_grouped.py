@@ -1,4 +1,4 @@
-"""Grouped-query attention packed group by group: saved and loaded as separate layers have it, over any mesh."""
+"""Fused weights under the names of separate layers, saved and loaded over any mesh; and attention packed in groups."""
 
 import itertools
 import math
@@ -24,30 +24,30 @@ from shardkit.tp_adapter import (
 )
 from shardkit.tp_adapter.logical_tensor import LogicalTensor
 from tests.support import on_ranks, rank_mesh, run_ranks
-from tests.tp_adapter.models import HEADS, NAMES, PROJECTIONS, SPECS, GroupedModel
+from tests.tp_adapter.models import HEADS, NAMES, PROJECTIONS, SPECS, FusedModel, GroupedModel
 from tests.tp_adapter.trainee import Trainee, assert_equal
 
 PACKED = SubBlocks(PROJECTIONS, sizes=HEADS.sizes)
+# The fused layer of each model, and the logical tensors in its weight.
+FUSED = {"grouped": ("qkv_proj", PACKED), "fused": ("gate_up", SubBlocks(("gate", "up")))}
 
 
-def unpacked(full: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def unpacked(full: dict[str, torch.Tensor], name: str = "grouped") -> dict[str, torch.Tensor]:
     """Whole tensors under the names, and in the order, of separate layers."""
-    result = {}
+    (layer, blocks), result = FUSED[name], {}
     for fqn, tensor in full.items():
-        if "qkv_proj" in fqn and tensor.ndim:
-            parts = zip(PROJECTIONS, PACKED.split(tensor), strict=True)
-            result |= {fqn.replace("qkv_proj", name): part for name, part in parts}
-        elif "qkv_proj" in fqn:
-            result |= {fqn.replace("qkv_proj", name): tensor for name in PROJECTIONS}
-        else:
+        if layer not in fqn:
             result[fqn] = tensor
+            continue
+        parts = blocks.split(tensor) if tensor.ndim else [tensor] * len(blocks.names)
+        result |= {fqn.replace(layer, part): one for part, one in zip(blocks.names, parts, strict=True)}
     return result
 
 
-def trainee_of(shape: tuple[int, ...], seed: int, dim: int | None) -> Trainee:
-    """A model and an optimizer with states; over one axis there is no tensor parallelism at all."""
+def trainee_of(name: str, shape: tuple[int, ...], seed: int, dim: int | None) -> Trainee:
+    """A model and an optimizer with states; over one axis there is no tensor parallelism at all, of "grouped" only."""
     if len(shape) > 1 and dim is None:
-        return Trainee.of("grouped", shape, seed)
+        return Trainee.of(name, shape, seed)
     torch.manual_seed(seed)
     model, mesh = GroupedModel(), rank_mesh(shape, NAMES.get(len(shape), ("dp",)))
     if len(shape) > 1:
@@ -77,8 +77,8 @@ def logical(trainee: Trainee) -> dict[str, Any]:
     return {kind: logical_state_dict(trainee.model, state[kind]) for kind in state}
 
 
-def save(rank: int, world_size: int, path: Path, shape: tuple[int, ...], dim: int | None) -> dict[str, torch.Tensor]:
-    trainee = trainee_of(shape, 1, dim)
+def save(rank: int, world_size: int, path: Path, name: str) -> dict[str, torch.Tensor]:
+    trainee = trainee_of(name, (2, 2), 1, None)
     with CommDebugMode() as communication:
         state = logical(trainee)
         dcp.save(state, checkpoint_id=path)
@@ -86,26 +86,26 @@ def save(rank: int, world_size: int, path: Path, shape: tuple[int, ...], dim: in
     assert not functional, f"saving redistributes: {functional}"
     full = shardkit.full_state_dict(trainee.model, rank0_only=False)
     whole = logical_state_dict(trainee.model, full)
-    assert isinstance(whole["blocks.0.k_proj.weight"], LogicalTensor)
-    assert_equal(unpacked(full), {name: whole_of(one) for name, one in whole.items()})
+    assert name == "fused" or isinstance(whole["blocks.0.k_proj.weight"], LogicalTensor)
+    assert_equal(unpacked(full, name), {fqn: whole_of(one) for fqn, one in whole.items()})
     return trainee.full()
 
 
-def load(rank: int, world_size: int, path: Path, again: Path, shape: Any, dim: int | None) -> dict[str, torch.Tensor]:
+def load(rank: int, world_size: int, path: Path, again: Path, name: str, shape: Any, dim: int | None) -> Any:
     """Load into a model with other weights; save it to the path `again`, and go on training."""
-    trainee = trainee_of(shape, 2, dim)
+    trainee = trainee_of(name, shape, 2, dim)
     state = logical(trainee)
     dcp.load(state, checkpoint_id=path, planner=CheckedLoadPlanner())
     full = trainee.full()
     dcp.save(state, checkpoint_id=again)
-    SPECS["grouped"].loss(trainee.model, 5).backward()
+    SPECS[name].loss(trainee.model, 5).backward()
     trainee.optimizer.step()
     return full
 
 
-def load_separate(rank: int, world_size: int, path: Path) -> dict[str, torch.Tensor]:
+def load_separate(rank: int, world_size: int, path: Path, name: str) -> dict[str, torch.Tensor]:
     """Load into separate layers, weights and optimizer, and save again from there."""
-    model = GroupedModel(packed=False)
+    model = GroupedModel(packed=False) if name == "grouped" else FusedModel(fused=False)
     for block in model.blocks:
         shardkit.fully_shard(block)
     shardkit.fully_shard(model)
@@ -121,19 +121,21 @@ def load_separate(rank: int, world_size: int, path: Path) -> dict[str, torch.Ten
 
 
 # Shapes of meshes, and the dim that data parallelism cuts if another than usual: 1-D ones have no tensor parallelism.
-CHAIN = [((4, 1), None), ((1, 2), None), ((1, 1), None), ((1, 3), None), ((2, 2), 1), ((3,), None), ((2, 1, 2), None)]
+SHORT = [((4, 1), None), ((1, 2, 2), None)]
+LONG = [((4, 1), None), ((1, 2), None), ((1, 1), None), ((1, 3), None), ((2, 2), 1), ((3,), None), ((2, 1, 2), None)]
 
 
-@pytest.mark.slow
-def test_logical_names_over_any_change_of_meshes(tmp_path: Path):
+@pytest.mark.daily(name=["fused"])
+@pytest.mark.parametrize(("name", "chain"), [("fused", SHORT), ("grouped", LONG)], ids=["fused", "grouped"])
+def test_logical_names_over_any_change_of_meshes(tmp_path: Path, name: str, chain: list[Any]):
     """From 2x2 to separate layers, and from these over other meshes back to 2x2, weights and optimizer."""
-    expected = run_ranks(4, save, tmp_path / "first", (2, 2), None)[0]
-    for seen in run_ranks(2, load_separate, tmp_path / "first"):
-        assert_equal(unpacked(expected), seen)
+    expected = run_ranks(4, save, tmp_path / "first", name)[0]
+    for seen in run_ranks(2, load_separate, tmp_path / "first", name):
+        assert_equal(unpacked(expected, name), seen)
     path = tmp_path / "separate"
-    for number, (shape, dim) in enumerate([*CHAIN, ((2, 2), None)]):
+    for number, (shape, dim) in enumerate([*chain, ((2, 2), None)]):
         again = tmp_path / str(number)
-        for seen in run_ranks(math.prod(shape), load, path, again, shape, dim):
+        for seen in run_ranks(math.prod(shape), load, path, again, name, shape, dim):
             assert_equal(expected, seen)
         path = again
 

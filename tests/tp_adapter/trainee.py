@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 import shardkit.core as shardkit
+from shardkit.core.checkpoint import CheckpointManager, TrainingState
 from shardkit.tp_adapter import CheckedLoadPlanner
 from tests.support import rank_mesh
 from tests.tp_adapter.models import NAMES, OPTIMIZERS, SPECS, shard
@@ -67,6 +68,14 @@ class Trainee:
         dcp.load(state, checkpoint_id=path, planner=CheckedLoadPlanner())
         set_model_state_dict(self.model, state["model"])
         set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"])
+
+    def save_by_manager(self, path: Path) -> None:
+        CheckpointManager(path).save(1, TrainingState(self.model, self.optimizer), blocking=True)
+
+    def load_by_manager(self, path: Path) -> None:
+        """Into an optimizer that has taken no step."""
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        assert CheckpointManager(path).restore(TrainingState(self.model, self.optimizer)) is not None
 
     def full(self) -> dict[str, torch.Tensor]:
         """Everything, gathered (collective)."""
