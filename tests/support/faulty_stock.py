@@ -3,7 +3,6 @@
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as stock
 from torch import nn
@@ -44,10 +43,6 @@ def _shard_elsewhere(module: nn.Module, **options: Any) -> nn.Module:
     return stock.fully_shard(module, shard_placement_fn=lambda p: Shard(1) if p is chosen else None, **options)
 
 
-def _lower_precision(module: nn.Module, **options: Any) -> nn.Module:
-    return stock.fully_shard(module, mp_policy=stock.MixedPrecisionPolicy(reduce_dtype=torch.bfloat16), **options)
-
-
 def _stretch_blocks(module: nn.Module, **options: Any) -> nn.Module:
     """Multiplies the output of every block, not of the root, by a little more than one."""
     stock.fully_shard(module, **options)
@@ -57,8 +52,6 @@ def _stretch_blocks(module: nn.Module, **options: Any) -> nn.Module:
 
 
 doubled_gradients = _with_reduction(factor=2.0)
-one_bit_off = _with_reduction(factor=1 + 2**-23)
 one_element_off = _with_reduction(offset=1e-3)
 wrong_placement = _like_stock(_shard_elsewhere)
-low_precision_reduction = _like_stock(_lower_precision)
 slightly_wrong_output = _like_stock(_stretch_blocks)

@@ -10,26 +10,21 @@ from tests.support.trace import EXACT, SUMMATION_ORDER, Trace, assert_same
 FAULTY = "tests.support.faulty_stock:"
 
 
-@pytest.mark.daily(world_size=[3])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("features", [(), ("bfloat16", "no_reshard"), ("accumulate_no_sync",)])
+@pytest.mark.parametrize(("features", "world_size"), [(("bfloat16", "no_reshard"), 2), (("accumulate_no_sync",), 3)])
 def test_stock_equals_stock(features: tuple[str, ...], world_size: int) -> None:
     run_ranks(world_size, compare_training, Case("mlp", features, candidate=STOCK))
 
 
-@pytest.mark.parametrize("world_size", [3, 4])
-def test_stock_with_its_own_sums_is_within_tolerance(world_size: int) -> None:
-    run_ranks(world_size, compare_training, Case("mlp", candidate=STOCK, oracle_sums="gloo"))
+def test_stock_with_its_own_sums_is_within_tolerance() -> None:
+    run_ranks(3, compare_training, Case("mlp", candidate=STOCK, oracle_sums="gloo"))
 
 
 @pytest.mark.parametrize(
     ("fault", "symptom"),
     [
         ("doubled_gradients", r"step 0 after backward: gradient of inp\.weight: .* should be"),
-        ("one_bit_off", r"gradient of inp\.weight: .* elements differ"),
         ("one_element_off", r"gradient of .*: 1 of .* elements differ, at most by 0\.001"),
         ("wrong_placement", r"placements: expected \(Shard\(dim=0\),\), got \(Shard\(dim=1\),\)"),
-        ("low_precision_reduction", r"gradient of inp\.weight: .* elements differ"),
         ("slightly_wrong_output", r"step 0\.0: output"),
     ],
 )
@@ -39,9 +34,8 @@ def test_fault_is_caught(fault: str, symptom: str) -> None:
         run_ranks(2, compare_training, Case(model, candidate=FAULTY + fault))
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_doubled_gradients_are_caught_without_an_oracle(optimizer: str) -> None:
-    case = Case("mlp", optimizer=optimizer, candidate=FAULTY + "doubled_gradients")
+def test_doubled_gradients_are_caught_without_an_oracle() -> None:
+    case = Case("mlp", optimizer="adamw", candidate=FAULTY + "doubled_gradients")
     with pytest.raises(RankFailure, match=r"gradient of inp\.weight"):
         run_ranks(3, compare_with_single_process, case)
 
