@@ -124,50 +124,6 @@ def _findings(program: Callable[[Any, Captures, torch.Tensor], None]) -> list[st
     return [finding.partition(", at ")[0] for finding in captures.findings]
 
 
-def event_from_outside() -> list[str]:
-    def program(module: Any, captures: Captures, x: torch.Tensor) -> None:
-        event = module.current_stream().record_event()
-        with captures.capture([x]):
-            module.current_stream().wait_event(event)
-
-    return _findings(program)
-
-
-def event_of_a_graph() -> list[str]:
-    def program(module: Any, captures: Captures, x: torch.Tensor) -> None:
-        with captures.capture([x]):
-            event = module.current_stream().record_event()
-        module.current_stream().wait_event(event)
-        event.synchronize()
-
-    return _findings(program)
-
-
-def default_stream() -> list[str]:
-    def program(module: Any, captures: Captures, x: torch.Tensor) -> None:
-        with captures.capture([x]):
-            module.default_stream().wait_stream(module.current_stream())
-
-    return _findings(program)
-
-
-def host(ask: str) -> list[str]:
-    def program(module: Any, captures: Captures, x: torch.Tensor) -> None:
-        begin, end = (torch.Event(device="sim", enable_timing=True) for _ in range(2))
-        with captures.capture([x]):
-            begin.record()
-            end.record()
-            asked: dict[str, Callable[[], Any]] = {
-                "synchronize": end.synchronize,
-                "number": x[0].item,
-                "query": end.query,
-                "elapsed": lambda: begin.elapsed_time(end),
-            }
-            asked[ask]()
-
-    return _findings(program)
-
-
 def fork(joins: bool, joined: bool, works: bool = True) -> list[str]:
     def program(module: Any, captures: Captures, x: torch.Tensor) -> None:
         side = Stream()
@@ -217,36 +173,6 @@ def replays() -> list[float]:
 
     assert not _findings(program)
     return seen
-
-
-def test_a_captured_stream_waits_only_for_what_the_graph_knows(on_device: Callable[..., Any]) -> None:
-    (found,) = on_device(event_from_outside)
-    assert found.endswith("waits for an event from outside of the graph")
-
-
-def test_events_of_a_graph_are_of_no_use_outside(on_device: Callable[..., Any]) -> None:
-    waits, synchronizes = on_device(event_of_a_graph)
-    assert waits == "stream 0 waits for an event of a graph that has ended"
-    assert synchronizes == "the host waits, for an event of a graph"
-
-
-def test_the_default_stream_cannot_be_captured(on_device: Callable[..., Any]) -> None:
-    assert on_device(default_stream) == [
-        "the default stream waits for an event of the graph, and cannot be captured",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("ask", "what"),
-    [
-        ("synchronize", "the host waits"),
-        ("number", "the host waits"),
-        ("query", "the host asks whether something is done"),
-        ("elapsed", "the host asks how long something took"),
-    ],
-)
-def test_the_host_asks_for_nothing(ask: str, what: str, on_device: Callable[..., Any]) -> None:
-    assert f"{what} during a capture" in on_device(host, ask)
 
 
 def test_streams_join_and_are_joined(on_device: Callable[..., Any]) -> None:

@@ -33,8 +33,6 @@ def symmetric(model: Any) -> None:
         module.set_symm_mem_for_comm()
 
 
-both_setters = pytest.mark.parametrize("setter", [registered, symmetric])
-
 SCENARIOS = [
     Scenario("in place"),
     Scenario("packed", coalescing=False),
@@ -109,26 +107,20 @@ def _names(seen: Seen, part: str) -> set[str]:
     return {name for name, _ in seen.ran if part in name}
 
 
-@both_setters
 @pytest.mark.parametrize("place", range(len(SCENARIOS)), ids=[one.name for one in SCENARIOS])
-def test_only_memory_differs(place: int, setter: Setter, on_device: Callable[..., Any]) -> None:
-    """The same kernels and collectives in the same order, of the same sizes, and the same bits."""
-    plain, pooled = on_device(train, place, None), on_device(train, place, setter)
+def test_what_travels_lies_in_the_pool_and_nothing_else_differs(place: int, on_device: Callable[..., Any]) -> None:
+    """The same kernels and collectives in the same order, of the same sizes, and the same bits.
+
+    All buffers lie in the pool, except gradients that are reduced from where autograd has made them.
+    """
+    plain, seen = on_device(train, place, None), on_device(train, place, registered if place % 2 else symmetric)
     assert plain.registrations == 0
     assert not plain.pooled
-    assert _names(plain, "allgather")
-    assert _names(plain, "reduce_scatter")
-    assert pooled.ran == plain.ran
+    assert seen.ran == plain.ran
     assert all(any(value) for value in plain.values)
-    assert pooled.values == plain.values
-
-
-@both_setters
-@pytest.mark.parametrize("place", range(len(SCENARIOS)), ids=[one.name for one in SCENARIOS])
-def test_what_travels_lies_in_the_pool(place: int, setter: Setter, on_device: Callable[..., Any]) -> None:
-    """All buffers lie in the pool, except gradients that are reduced from where autograd has made them."""
-    seen = on_device(train, place, setter)
+    assert seen.values == plain.values
     gathers, reductions = _names(seen, "allgather"), _names(seen, "reduce_scatter")
+    assert gathers and reductions
     in_place = SCENARIOS[place].coalescing and not SCENARIOS[place].mixed
     assert seen.outside == ({(name, False, 4 * IN_PLACE) for name in reductions} if in_place else set())
     assert {(name, True) for name in gathers | reductions} <= seen.pooled
@@ -149,10 +141,9 @@ def unsharded_in_pool(setter: Setter) -> tuple[list[bool], bool]:
         return [lies_in_pool(block, weight) for weight in block.weights], lies_in_pool(block, ordinary)
 
 
-@both_setters
-def test_unsharded_parameters_lie_in_the_pool(setter: Setter, on_device: Callable[..., Any]) -> None:
+def test_unsharded_parameters_lie_in_the_pool(on_device: Callable[..., Any]) -> None:
     """Asked as `tests.gpu` asks it of NCCL's pool, which no other test without a GPU does."""
-    assert on_device(unsharded_in_pool, setter) == ([True] * len(SHAPES), False)
+    assert on_device(unsharded_in_pool, registered) == ([True] * len(SHAPES), False)
 
 
 def switched_off(setter: Setter) -> tuple[set[tuple[str, bool]], set[tuple[str, bool, int]]]:
@@ -168,8 +159,7 @@ def switched_off(setter: Setter) -> tuple[set[tuple[str, bool]], set[tuple[str, 
     return watcher.seen.pooled, watcher.seen.outside
 
 
-@both_setters
-def test_it_can_be_switched_off(setter: Setter, on_device: Callable[..., Any]) -> None:
-    pooled, outside = on_device(switched_off, setter)
+def test_it_can_be_switched_off(on_device: Callable[..., Any]) -> None:
+    pooled, outside = on_device(switched_off, registered)
     assert pooled == set()
     assert outside
