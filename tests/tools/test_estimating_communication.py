@@ -76,13 +76,12 @@ def _steps(communicate: Callable[[], Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", FUNCTIONAL)
-@pytest.mark.parametrize("first", [0, -1])
-def test_functional_collectives(name: str, first: int) -> None:
+def test_functional_collectives(name: str) -> None:
     kind, begin = FUNCTIONAL[name]
 
     def communicate() -> None:
         group = dist.group.WORLD
-        tensors = [functional.wait_tensor(one) for one in begin(group)[:: 1 if first == 0 else -1]]
+        tensors = [functional.wait_tensor(one) for one in reversed(begin(group))]
         assert all(one.numel() for one in tensors)
 
     transfer, awaited = _steps(communicate)

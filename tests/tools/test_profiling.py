@@ -45,8 +45,7 @@ def per_step(rank: Rank) -> Counter[tuple[str, str, str]]:
     return steps[0]
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize(("world_size", "shared"), [(2, True), (3, False), (4, True)])
 def test_every_collective_is_there(world_size: int, shared: bool) -> None:
     report = report_of(world_size, shared=shared)
     blocks = [f"blocks.{index}" for index in range(BLOCKS)]
@@ -77,7 +76,7 @@ def test_every_collective_is_there(world_size: int, shared: bool) -> None:
     assert {one.count for one in report.collectives} == {STEPS}
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 4])
 def test_memory_is_counted_to_the_byte(world_size: int) -> None:
     report = report_of(world_size)
     rank = report.ranks[0]
@@ -139,19 +138,15 @@ def test_parameters_are_no_activations_also_after_a_forward_that_saved_nothing()
         assert series.values[-1] == 0
 
 
-def test_prefetches_are_counted() -> None:
-    modules = {module.fqn: module for module in report_of(2).ranks[0].modules}
-    assert (modules["blocks.1"].prefetch_hits, modules["blocks.1"].prefetch_misses) == (2 * STEPS, 0)
-    assert modules["FSDPChain"].prefetch_misses == STEPS
-
-
 def _without_prefetch(model: Any) -> None:
     model.set_prefetch_depth(0)
 
 
-def test_misses_are_counted() -> None:
-    modules = {module.fqn: module for module in report_of(2, prepare=_without_prefetch).ranks[0].modules}
-    assert (modules["blocks.1"].prefetch_hits, modules["blocks.1"].prefetch_misses) == (0, 2 * STEPS)
+@pytest.mark.parametrize(("prepare", "hits", "misses"), [(None, 2 * STEPS, 0), (_without_prefetch, 0, 2 * STEPS)])
+def test_prefetches_are_counted(prepare: Any, hits: int, misses: int) -> None:
+    modules = {module.fqn: module for module in report_of(2, prepare=prepare).ranks[0].modules}
+    assert (modules["blocks.1"].prefetch_hits, modules["blocks.1"].prefetch_misses) == (hits, misses)
+    assert modules["FSDPChain"].prefetch_misses == STEPS
 
 
 def _custom(model: Any) -> None:
@@ -195,7 +190,7 @@ def test_accumulation_makes_one_step() -> None:
     assert per_step(rank)["all-gather", "forward", "blocks.0"] == 2
 
 
-@pytest.mark.parametrize(("warmup", "steps", "recorded"), [(0, 2, 2), (1, 1, 1), (2, None, 3), (4, 9, 1)])
+@pytest.mark.parametrize(("warmup", "steps", "recorded"), [(0, 2, 2), (2, None, 3), (4, 9, 1)])
 def test_only_the_wanted_steps_are_recorded(warmup: int, steps: int | None, recorded: int) -> None:
     for rank in run_ranks(2, _profile_five, warmup, steps)[0].ranks:
         assert [step.index for step in rank.steps] == list(range(recorded))
