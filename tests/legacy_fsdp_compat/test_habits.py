@@ -71,22 +71,6 @@ def test_nested_inputs_and_groups_of_parameters(rank: int, world_size: int) -> N
 
 
 @on_ranks(2)
-def test_a_model_in_float16(rank: int, world_size: int) -> None:
-    seen = {}
-    for engine in (STOCK, OURS):
-        model = wrap(engine, Setting(), build().half())
-        optimizer = OPTIMIZERS["sgd"](model.parameters())
-        for step in range(2):
-            optimizer.zero_grad()
-            model(batch(rank, step)[0].half()).sum().backward()
-            optimizer.step()
-        state = whole_state(engine, model)
-        assert {name: value.dtype for name, value in state.items()} == dict.fromkeys(state, torch.float16)
-        seen[engine] = state
-    assert_same_tensors(seen[STOCK], seen[OURS], rtol=1e-2, atol=1e-2)
-
-
-@on_ranks(2)
 def test_loading_into_another_wrapping(rank: int, world_size: int) -> None:
     """Full states go from any wrapping into any other, with a frozen parameter among them."""
     names = api(OURS)

@@ -71,10 +71,6 @@ def returns_nothing() -> None:
     """A function without its return."""
 
 
-def returns_three() -> Any:
-    return Net(), {}, "more"
-
-
 def lazy() -> nn.Module:
     return nn.Sequential(nn.LazyLinear(3))
 
@@ -94,10 +90,6 @@ def with_extra_state() -> nn.Module:
     return WithExtraState()
 
 
-def wider() -> nn.Module:
-    return Net(7)
-
-
 def with_more() -> nn.Module:
     model = Net()
     model.more = nn.Linear(2, 2)
@@ -115,17 +107,14 @@ NOT_A_FUNCTION, A_MODULE = 5, Net()
         ("needs_arguments", "raised TypeError: .*missing 1 required positional argument: 'config'; it is called"),
         ("needs_values", "cannot be called on meta tensors; it is called without arguments on the meta device"),
         ("returns_nothing", "returned something of type NoneType, expected a torch.nn.Module, or a pair"),
-        ("returns_three", "returned a tuple of Net, dict, str, expected"),
         ("Net.__init__", "has no 'Net.__init__', expected a function"),
         ("NOT_A_FUNCTION", "is something of type int, expected a function"),
-        ("A_MODULE", "is something of type Net, expected a function"),
         ("lazy", r"\['0.weight', '0.bias'\] of the model have no shapes before its first forward"),
         ("wrapped_already", "'outer' of the model is an FSDP module: build the model without FSDP"),
         (
             "with_extra_state",
             r"state_dict of the model raised RuntimeError in line \d+ of .*_function.py: no state yet;",
         ),
-        ("wider", r"_flat_param' has \d+ elements in .* make \d+"),
         ("with_more", r"'model._flat_param' has 14 elements in .* make 20"),
     ],
 )
@@ -147,7 +136,6 @@ def test_functions(name: str, message: str, local_files: Path, tmp_path: Path, c
         ("sys:build", "--model sys:build: the module sys has no 'build', expected a function"),
         ("namespace:build", "--model namespace:build: the module namespace has no 'build', expected a function"),
         ("of_a_user:build", r"raised ValueError in line 2 of .*/shardkit/of_a_user.py: no; it is called"),
-        ("no_colon", "--model no_colon is not MODULE:FUNCTION"),
         ("no_function:", "--model no_function: is not MODULE:FUNCTION"),
     ],
 )
@@ -192,12 +180,10 @@ def repeated(model: Net) -> dict[str, Any]:
 ARGUMENTS: dict[str, tuple[Callable[[Net], dict[str, Any]], str]] = {
     "unknown": (lambda m: {"auto_wrap_polcy": None}, r"\['auto_wrap_polcy'\] of the model are not arguments of Fully"),
     "policy": (lambda m: {"auto_wrap_policy": {nn.Linear}}, "auto_wrap_policy of the model is {<class .*}, expected"),
-    "policy class": (lambda m: {"auto_wrap_policy": NAMES.ModuleWrapPolicy}, "auto_wrap_policy of the model raised Ty"),
     "policy raises": (
         lambda m: {"auto_wrap_policy": NAMES.CustomPolicy(raising)},
         r"auto_wrap_policy of the model raised KeyError in line \d+ of .*: 'Net'; expected a policy",
     ),
-    "policy of one argument": (lambda m: {"auto_wrap_policy": lambda module: True}, "unexpected keyword argument"),
     "precision": (lambda m: {"mixed_precision": torch.bfloat16}, "must be a MixedPrecision, got torch.bfloat16"),
     "dtype": (
         lambda m: {"mixed_precision": NAMES.MixedPrecision(param_dtype="bf16")},
@@ -207,10 +193,6 @@ ARGUMENTS: dict[str, tuple[Callable[[Net], dict[str, Any]], str]] = {
     "ignored names": (
         lambda m: {"ignored_modules": ["inner"]},
         "ignored_modules must hold modules, got a str; expected",
-    ),
-    "one ignored": (
-        lambda m: {"ignored_modules": m.outer},
-        "ignored_modules or ignored_states raised .*; expected lis",
     ),
     "ignored twice": (
         lambda m: {"ignored_modules": [], "ignored_states": []},

@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import sharded_grad_scaler
 from torch.distributed.optim import _NamedOptimizer
 
@@ -12,7 +11,6 @@ from tests.legacy_fsdp_compat.both import (
     CPU,
     OPTIMIZERS,
     OURS,
-    STOCK,
     Setting,
     api,
     assert_same_tensors,
@@ -31,26 +29,6 @@ TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
 
 
 # -- optimizers --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["sgd", "momentum", "adam"])
-@on_ranks(2)
-def test_optimizer_built_before_the_model_was_wrapped(rank: int, world_size: int, kind: str) -> None:
-    """Also with a backward whose gradients are zeroed before the first step, which the optimizer must see."""
-    seen = {}
-    for engine in (STOCK, OURS):
-        original = build()
-        parameters = list(original.parameters())
-        optimizer = OPTIMIZERS[kind]([{"params": parameters[:3], "lr": 0.1}, {"params": parameters[3:]}])
-        del parameters
-        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-        model = wrap(engine, Setting(), original)
-        loss_of(model, rank, 7).backward()
-        losses = train(model, optimizer, rank, range(2))
-        schedule.step()
-        losses += train(model, optimizer, rank, range(2, 4))
-        seen[engine] = {"losses": torch.tensor(losses), **whole_state(engine, model)}
-    assert_same_tensors(seen[STOCK], seen[OURS], **TOLERANCE)
 
 
 @on_ranks(2)
@@ -119,29 +97,6 @@ def test_scaled_losses_keep_their_dtype(rank: int, world_size: int) -> None:
             scaler.scale(3)
         seen.append([(value.dtype, value.tolist()) for value in scaled])
     assert seen[0] == seen[1]
-
-
-@pytest.mark.parametrize("named", [False, True])
-@on_ranks(4)
-def test_two_dimensional_mesh(rank: int, world_size: int, named: bool) -> None:
-    """SHARDED state dicts hold DTensors on the very mesh that the script made."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("here", "there") if named else None)
-    seen = {}
-    for engine in (STOCK, OURS):
-        names = api(engine)
-        model = wrap(engine, Setting("HYBRID_SHARD", policy=False), device_mesh=mesh)
-        optimizer = OPTIMIZERS["momentum"](model.parameters())
-        losses = train(model, optimizer, rank, range(2))
-        with names.FSDP.state_dict_type(model, names.StateDictType.SHARDED_STATE_DICT):
-            state = model.state_dict()
-            optim = names.FSDP.optim_state_dict(model, optimizer)["state"]
-            for value in (state["inp.weight"], optim["inp.weight"]["momentum_buffer"]):
-                assert value.device_mesh is mesh or value.device_mesh == mesh
-                assert value.device_mesh.mesh_dim_names == mesh.mesh_dim_names
-            model.load_state_dict(state)
-            names.FSDP.optim_state_dict_to_load(model, optimizer, {"state": optim})
-        seen[engine] = {"losses": torch.tensor(losses), **whole_state(engine, model)}
-    assert_same_tensors(seen[STOCK], seen[OURS], **TOLERANCE)
 
 
 # -- wrapping again ----------------------------------------------------------------------------------------------------

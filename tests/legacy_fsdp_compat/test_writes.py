@@ -29,8 +29,7 @@ def test_data_that_is_assigned_is_refused(rank: int, world_size: int) -> None:
             use()
 
 
-@pytest.mark.parametrize("use", ["summon", "state_dict", "forward"])
-@pytest.mark.parametrize("shape", [(8, 8), (3, 2)])
+@pytest.mark.parametrize(("use", "shape"), [("summon", (8, 8)), ("state_dict", (3, 2)), ("forward", (3, 2))])
 @on_ranks(2)
 def test_replaced_parameters_are_refused(rank: int, world_size: int, shape: tuple[int, int], use: str) -> None:
     errors: dict[str, type[Exception]] = {STOCK: RuntimeError, OURS: ValueError}
