@@ -1,12 +1,10 @@
 """Checkpoints against stock's, in one run and in turn: `python -m benchmarks.checkpoints [--what PART ...]`.
 
-The first table: a GPT of 34 M parameters with AdamW on two ranks, sharded by shardkit for both, so that both save the
-same tensors. The second (`--what planning`): the cost of planning for up to 4,096 ranks, simulated in one process.
+A GPT of 34 M parameters with AdamW on two ranks, sharded by shardkit for both, so that both save the same tensors.
 """
 
 import argparse
 import gc
-import pickle
 import shutil
 import statistics
 import tempfile
@@ -19,27 +17,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_save_plan
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from benchmarks.side_by_side.memory import MemoryMeter
 from benchmarks.side_by_side.networks import GPT
 from shardkit.core import fully_shard
 from shardkit.core.checkpoint import CheckpointManager, TrainingState
-from shardkit.core.checkpoint.index import BLOCK_BYTES, pack
-from shardkit.core.checkpoint.leaves import Captured, Leaves
-from shardkit.core.checkpoint.plan import Layout, Piece, layouts_digest, make_plan
-from shardkit.core.checkpoint.saving import Header, Part, build_index, chunks_after
-from shardkit.core.checkpoint.stock_metadata import stock_metadata
 from tests.support import rank_mesh, run_ranks
 
 Rounds = dict[str, list[float]]
@@ -205,113 +194,12 @@ def report_loading(path: Path, rounds: int, worlds: list[int]) -> None:
         print(f"2 ranks -> {world_size}: {times}; ours / stock {ratio(seconds, 'ours', 'stock')}")
 
 
-# -- planning ---------------------------------------------------------------------------------------------------------
-
-
-def plan_for(ranks: int) -> str:
-    """One line: seconds of planning for a model of 32 parameters with AdamW (96 tensors), on so many ranks."""
-    shapes = {f"layers.{n}.weight": (8192, 64) if n % 2 else (16384,) for n in range(96)}
-    mesh_of = tuple(range(ranks))
-    layouts = [
-        (number, Layout(("model", name), torch.float32, shape, (Shard(0),), (ranks,), mesh_of))
-        for number, (name, shape) in enumerate(shapes.items())
-    ]
-    plans = _stock_plans(layouts, ranks)
-    wire = [pickle.dumps(plan) for plan in plans]
-    begin = time.perf_counter()
-    plans = [pickle.loads(data) for data in wire]  # as they reach the coordinator
-    planner = DefaultSavePlanner()
-    planner.set_up_planner({}, is_coordinator=True)
-    final, _ = planner.create_global_plan(plans)
-    for plan in final:
-        pickle.dumps(plan)  # as they leave it
-    stock = time.perf_counter() - begin
-    del plans, final
-
-    first, again, stock_local = _local(shapes, ranks)
-    pieces = pieces_by_rank(layouts)
-    parts = []
-    for rank in range(ranks):
-        _, end = chunks_after(0, "", pieces.get(rank, ()))
-        parts.append(Part(end, ("0" * 32,) * -(-end // BLOCK_BYTES), (), (), ()))
-    begin = time.perf_counter()
-    index = build_index(Header(1, ranks, {}), layouts, parts)
-    pack(index, "")
-    stock_metadata(index)
-    background = time.perf_counter() - begin
-    return (
-        f"{ranks:6} {stock_local * 1e3 + stock * 1e3:12.0f} {sum(map(len, wire)) / 1e6:10.1f} "
-        f"{first * 1e3:10.1f} {again * 1e3:10.1f} {background * 1e3:12.0f}"
-    )
-
-
-def pieces_by_rank(layouts: list[tuple[int, Layout]]) -> dict[int, list[Piece]]:
-    """The pieces that each rank writes, in the order in which it writes."""
-    pieces: dict[int, list[Piece]] = {}
-    for number, layout in layouts:
-        for rank, offsets, sizes in layout.boxes(number):
-            pieces.setdefault(rank, []).append(Piece(layout.path, layout.dtype, layout.shape, offsets, sizes))
-    return pieces
-
-
-def _stock_plans(layouts: list[tuple[int, Layout]], ranks: int) -> list[SavePlan]:
-    """The plan that each rank would send to stock's coordinator."""
-    items: list[list[WriteItem]] = [[] for _ in range(ranks)]
-    for rank, below in pieces_by_rank(layouts).items():
-        for piece in below:
-            name = ".".join(map(str, piece.path))
-            chunk = ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.sizes))
-            data = TensorWriteData(chunk, TensorProperties(dtype=piece.dtype), torch.Size(piece.shape))
-            items[rank].append(WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data))
-    return [SavePlan(one, planner_data={item.index.fqn: (item.index.fqn,) for item in one}) for one in items]
-
-
-def _local(shapes: dict[str, tuple[int, ...]], ranks: int) -> tuple[float, float, float]:
-    """Seconds that a rank plans for itself: ours at first and again, stock; on torch's fake process group."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=ranks // 2, world_size=ranks)
-    mesh = init_device_mesh("cpu", (ranks,))
-    state = {
-        name: DTensor.from_local(
-            torch.empty(-(-shape[0] // ranks), *shape[1:]),
-            mesh,
-            [Shard(0)],
-            run_check=False,
-            shape=torch.Size(shape),
-            stride=torch.empty(shape, device="meta").stride(),
-        )
-        for name, shape in shapes.items()
-    }
-    leaves = Leaves({("model", name): value for name, value in state.items()})
-    times = []
-    for _ in range(2):
-        begin = time.perf_counter()
-        layouts_digest(leaves.values)
-        make_plan(Captured(leaves, Leaves()), ranks // 2, by_layout=True)
-        times.append(time.perf_counter() - begin)
-    begin = time.perf_counter()
-    create_default_local_save_plan(state, is_coordinator=False)
-    stock = time.perf_counter() - begin
-    dist.destroy_process_group()
-    return times[0], times[1], stock
-
-
-def report_planning(worlds: list[int]) -> None:
-    print(" ranks   stock, ms    sent, MB  ours, ms   again, ms   rank 0 later, ms")
-    for ranks in worlds:
-        print(plan_for(ranks), flush=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--what", nargs="+", default=["saving", "memory", "loading"])
     parser.add_argument("--worlds", nargs="+", type=int, default=[1, 2, 4], help="ranks that load")
-    parser.add_argument("--ranks", nargs="+", type=int, default=[8, 64, 512, 4096], help="ranks to plan for")
     options = parser.parse_args()
-    if "planning" in options.what:
-        report_planning(options.ranks)
     with tempfile.TemporaryDirectory(prefix="checkpoints-") as name:
         path = Path(name)
         if "saving" in options.what:
