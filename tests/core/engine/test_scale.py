@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import shardkit.core
 from shardkit.core import CompressionPolicy, MixedPrecisionPolicy, fully_shard
 from shardkit.core.engine import gather, group, room, schedule, step, timetable
-from shardkit.core.parameters import param, registration, slot
+from shardkit.core.parameters import param, registration
 from shardkit.core.runtime.collective import C10dTransport
 from shardkit.core.runtime.compressed.transport import CompressedTransport
 from shardkit.core.runtime.custom import CustomTransport
@@ -279,7 +279,7 @@ def test_a_load_costs_as_much_per_module_of_a_large_group(rank: int, world_size:
     torch's own work is not counted: it filters the whole state dict for each module.
     """
     _as_rank_0_of(2)
-    ours = (step, group, gather, registration, slot, param)
+    ours = (step, group, gather, registration, param)
     each = []
     for modules in (20, 200):
         model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(modules)))
