@@ -20,7 +20,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 import shardkit.core as shardkit
 from tests.support import on_ranks, rank_mesh
 from tests.support.comms import CountingAllGather, RankOrderReduceScatter
-from tests.support.models import Block
+from tests.support.models import Block, Composed
+from tests.support.sharding import shard_each
 
 # -- names -------------------------------------------------------------------------------------------------------------
 
@@ -47,9 +48,7 @@ def test_public_names_of_stock_are_offered() -> None:
 def _sharded_mlp() -> nn.Module:
     torch.manual_seed(0)
     model = nn.Sequential(Block(7, 13), Block(7, 5), nn.Linear(7, 3))
-    shardkit.fully_shard(model[0], mesh=rank_mesh((dist.get_world_size(),)))
-    shardkit.fully_shard(model[1], mesh=rank_mesh((dist.get_world_size(),)))
-    return shardkit.fully_shard(model, mesh=rank_mesh((dist.get_world_size(),)))
+    return shard_each(model[0], model[1], model, mesh=rank_mesh((dist.get_world_size(),)))
 
 
 @on_ranks(2)
@@ -86,41 +85,6 @@ def test_isinstance_and_state(rank: int, world_size: int) -> None:
     for module in model.modules():
         assert module._is_fsdp_managed_module is True
         assert module._fsdp_use_orig_params is True
-
-
-def _gradients(api: Any) -> dict[str, Tensor]:
-    torch.manual_seed(0)
-    model = nn.Sequential(Block(8, 12), nn.Linear(8, 4))
-    mesh = rank_mesh((dist.get_world_size(),))
-    api.fully_shard(model[0], mesh=mesh)
-    api.fully_shard(model, mesh=mesh)
-    for micro in range(3):
-        model.set_is_last_backward(False)
-        model.set_reshard_after_backward(False)
-        model.set_requires_gradient_sync(False)
-        torch.manual_seed(10 * dist.get_rank() + micro)
-        model(torch.randn(2, 8)).square().sum().backward()
-        assert all(not isinstance(parameter, DTensor) for parameter in model.parameters())
-    model.set_is_last_backward(True)
-    model.set_reshard_after_backward(True)
-    model.set_requires_gradient_sync(True)
-    state = stock.fully_shard.state(model)
-    for one in state._state_ctx.all_states:
-        # Before torch 2.12 a state has one.
-        for group in getattr(one, "_fsdp_param_groups", None) or [one._fsdp_param_group]:
-            group.post_backward()
-    state._root_post_backward_final_callback()
-    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
-    return {fqn: parameter.grad.to_local() for fqn, parameter in model.named_parameters()}
-
-
-@on_ranks(1, 2)
-def test_reduction_by_hand(rank: int, world_size: int) -> None:
-    """Torch's pipelining: backwards without sync, then the reduction from outside of any backward."""
-    expected, seen = _gradients(stock), _gradients(shardkit)
-    assert expected.keys() == seen.keys()
-    for fqn in expected:
-        assert torch.equal(expected[fqn], seen[fqn]), fqn
 
 
 @on_ranks(1)
@@ -217,27 +181,25 @@ def test_counted_communication(rank: int, world_size: int) -> None:
 WIDTH, MICRO_BATCHES = 8, 4
 
 
-class Stage(nn.Module):
+def _stage() -> Any:
     """A stage of two blocks, each sharded on its own, and a bias that belongs to the root."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Block(WIDTH, 12), Block(WIDTH, 5)])
-        self.bias = nn.Parameter(torch.zeros(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
+    def run(stage: Any, x: Tensor) -> Tensor:
+        for block in stage.blocks:
             x = block(x)
-        return x + self.bias
+        return x + stage.bias
+
+    blocks = nn.ModuleList([Block(WIDTH, 12), Block(WIDTH, 5)])
+    return Composed(run, blocks=blocks, bias=nn.Parameter(torch.zeros(WIDTH)))
 
 
 def _loss(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().mean()
 
 
-def _stages(count: int) -> list[Stage]:
+def _stages(count: int) -> list[Any]:
     torch.manual_seed(0)
-    return [Stage() for _ in range(count)]
+    return [_stage() for _ in range(count)]
 
 
 def _pipelined(api: Any, schedule: str, stages_per_rank: int, calls: int = 1) -> dict[str, Tensor]:

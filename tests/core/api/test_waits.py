@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
-from shardkit.core import events, fully_shard
+from shardkit.core import events
 from shardkit.core.events import (
     BackwardEnded,
     Event,
@@ -26,30 +26,21 @@ from shardkit.core.events import (
     Waiting,
     WaitStarted,
 )
-from tests.support import on_ranks, run_ranks
+from tests.support import on_ranks
+from tests.support.models import Composed
+from tests.support.sharding import shard_each
 
 WIDTH = 7  # no world size but 1 divides it
 
 
-class Chain(nn.Module):
-    """Two blocks in a root without parameters of its own; the second may be recomputed in backward."""
-
-    def __init__(self, recompute: bool = False) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
-        self.recompute = recompute
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = torch.tanh(self.blocks[0](x))
-        return checkpoint(self.blocks[1], x, use_reentrant=False) if self.recompute else self.blocks[1](x)
-
-
 def _sharded(recompute: bool = False, mesh: DeviceMesh | None = None) -> Any:
+    def run(model: Any, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(model.blocks[0](x))
+        return checkpoint(model.blocks[1], x, use_reentrant=False) if recompute else model.blocks[1](x)
+
     torch.manual_seed(0)
-    model = Chain(recompute)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+    model = Composed(run, blocks=nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2)))
+    return shard_each(*model.blocks, model, mesh=mesh)
 
 
 def _heard(model: Any) -> list[Event]:
@@ -59,7 +50,7 @@ def _heard(model: Any) -> list[Event]:
     return heard
 
 
-def _phases(rank: int, world_size: int, recompute: bool) -> list[str]:
+def _phases(recompute: bool) -> list[str]:
     signs = {ModuleBegan: "+", ModuleEnded: "-"}
     return [
         f"{signs[type(event)]}{event.fqn} {event.phase}" if isinstance(event, ModuleBegan | ModuleEnded) else "end"
@@ -68,20 +59,21 @@ def _phases(rank: int, world_size: int, recompute: bool) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_modules_begin_and_end_their_phases(world_size: int) -> None:
-    assert run_ranks(world_size, _phases, False)[0] == [
-        "+FSDPChain forward", "+blocks.0 forward", "-blocks.0 forward", "+blocks.1 forward", "-blocks.1 forward",
-        "-FSDPChain forward", "+blocks.1 backward", "+FSDPChain backward", "-blocks.1 backward", "+blocks.0 backward",
-        "-blocks.0 backward", "-FSDPChain backward", "end",
+@on_ranks(1, 2)
+def test_modules_begin_and_end_their_phases(rank: int, world_size: int) -> None:
+    assert _phases(recompute=False) == [
+        "+FSDPComposed forward", "+blocks.0 forward", "-blocks.0 forward", "+blocks.1 forward", "-blocks.1 forward",
+        "-FSDPComposed forward", "+blocks.1 backward", "+FSDPComposed backward", "-blocks.1 backward",
+        "+blocks.0 backward", "-blocks.0 backward", "-FSDPComposed backward", "end",
     ]  # fmt: skip
 
 
-def test_recomputation_is_a_phase_of_its_own() -> None:
-    phases = run_ranks(2, _phases, True)[0]
+@on_ranks(2)
+def test_recomputation_is_a_phase_of_its_own(rank: int, world_size: int) -> None:
+    phases = _phases(recompute=True)
     at = phases.index("+blocks.1 recompute")
     assert phases[at - 2 : at + 2] == [
-        "+blocks.1 backward", "+FSDPChain backward", "+blocks.1 recompute", "-blocks.1 recompute",
+        "+blocks.1 backward", "+FSDPComposed backward", "+blocks.1 recompute", "-blocks.1 recompute",
     ]  # fmt: skip
     assert Counter(one[0] for one in phases) == {"+": 7, "-": 7, "e": 1}
 
@@ -126,7 +118,8 @@ def test_every_wait_is_told(rank: int, world_size: int, shared: bool) -> None:
     assert not launched - finished, "each communication has been waited for"
 
 
-def _balance(rank: int, world_size: int) -> dict[str, int]:
+@on_ranks(2)
+def test_gradients_and_sums_on_their_way_are_counted(rank: int, world_size: int) -> None:
     model = _sharded()
     _heard(model)
     held: Counter[str] = Counter()
@@ -137,29 +130,21 @@ def _balance(rank: int, world_size: int) -> dict[str, int]:
             most[event.kind] = max(most[event.kind], held[event.kind])
             assert held[event.kind] >= 0, event
     assert not +held, "all that a step allocates it frees"
-    return dict(most)
+    assert most["gradient"] == (WIDTH * WIDTH + WIDTH) * 4
+    # Of 7 rows the first rank owns 4. The sum of one block is done before the next one's takes memory.
+    assert most["reduce_output"] in (3 * (WIDTH + 1) * 4, 4 * (WIDTH + 1) * 4)
 
 
-def test_gradients_and_sums_on_their_way_are_counted() -> None:
-    block = (WIDTH * WIDTH + WIDTH) * 4
-    for most in run_ranks(2, _balance):
-        assert most["gradient"] == block
-        # Of 7 rows the first rank owns 4. The sum of one block is done before the next one's takes memory.
-        assert most["reduce_output"] in (3 * (WIDTH + 1) * 4, 4 * (WIDTH + 1) * 4)
-
-
-def _padding(rank: int, world_size: int) -> list[tuple[str, int, str]]:
-    return [
+@on_ranks(2)
+def test_padding_and_transport_are_told(rank: int, world_size: int) -> None:
+    told = [
         (type(event).__name__, event.padding_bytes, event.transport)
         for event in _heard(_sharded())
         if isinstance(event, events.GatherStarted | events.ReduceFinished) and event.fqn == "blocks.0"
     ]
-
-
-def test_padding_and_transport_are_told() -> None:
     # 7 rows in chunks of 4: 8 rows are allocated, of 7 weights and 1 bias.
     gather = ("GatherStarted", (WIDTH + 1) * 4, "shared")
-    assert run_ranks(2, _padding)[0] == [gather, gather, ("ReduceFinished", 0, "shared")]
+    assert told == [gather, gather, ("ReduceFinished", 0, "shared")]
 
 
 def test_a_wait_that_fails_is_told_and_raises() -> None:

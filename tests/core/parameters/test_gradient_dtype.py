@@ -11,22 +11,20 @@ from torch import Tensor, nn
 import shardkit.core as shardkit
 from shardkit.core.torch_compat import GRAD_DTYPE_DECIDES
 from tests.support import on_ranks, rank_mesh, run_ranks
+from tests.support.models import Composed
 
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
 since_2_15 = pytest.mark.skipif(not GRAD_DTYPE_DECIDES, reason="stock follows grad_dtype from torch 2.15 on")
 
 
-class _Dtypes(nn.Module):
+def _dtypes() -> Any:
     """Notes the dtypes of its parameters while it runs."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-        self.seen: dict[str, torch.dtype] = {}
+    def run(module: Any, x: Tensor) -> Tensor:
+        module.seen = {fqn: parameter.dtype for fqn, parameter in module.named_parameters()}
+        return x @ module.linear.weight.to(x.dtype).T + module.linear.bias.to(x.dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen = {fqn: parameter.dtype for fqn, parameter in self.named_parameters()}
-        return x @ self.linear.weight.to(x.dtype).T + self.linear.bias.to(x.dtype)
+    return Composed(run, linear=nn.Linear(8, 8))
 
 
 def _keep_biases(parameter: nn.Parameter) -> torch.dtype | None:
@@ -36,7 +34,7 @@ def _keep_biases(parameter: nn.Parameter) -> torch.dtype | None:
 def _trained(api: Any, shape: tuple[int, ...], own: str, micro_batches: int, **policy: Any) -> dict[str, Tensor]:
     """Gradients and parameters of two steps; `own` selects the `grad_dtype` of some parameters."""
     torch.manual_seed(0)
-    model = nn.Sequential(_Dtypes(), _Dtypes())
+    model = nn.Sequential(_dtypes(), _dtypes())
     for parameter in model.parameters():
         if own != "unset" and parameter.ndim == 2:
             parameter.grad_dtype = {"bfloat16": BFLOAT16, "float32": FLOAT32, "None": None}[own]
@@ -110,7 +108,7 @@ def test_overridden_param_dtype(policy: str) -> None:
 
 @on_ranks(2)
 def test_override_is_asked_once_for_each_parameter(rank: int, world_size: int) -> None:
-    model, calls = _Dtypes(), []
+    model, calls = _dtypes(), []
 
     def choose(parameter: nn.Parameter) -> torch.dtype | None:
         calls.append(tuple(parameter.shape))
@@ -180,26 +178,17 @@ class _PreciseWeight(torch.autograd.Function):
         return gradient @ weight, gradient.float().T @ x.float()
 
 
-class _Then(nn.Module):
-    """Its weight's gradient comes in bfloat16, or in float32."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(2, 1, dtype=BFLOAT16))
-        self.weight.grad_dtype = None
-
-    def forward(self, x: Tensor, precise: bool) -> Tensor:
-        return _PreciseWeight.apply(x, self.weight) if precise else x @ self.weight.T
-
-
-def wider_later(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_wider_gradient_than_the_sum_that_waits_for_its_all_reduce(rank: int, world_size: int) -> None:
     """256 + 1 is 256 in bfloat16; sums of replicas wait for their all-reduce."""
-    model = shardkit.fully_shard(_Then(), mesh=rank_mesh((2, 1), ("replicate", "shard")))
+
+    def run(module: Any, x: Tensor, precise: bool) -> Tensor:
+        return _PreciseWeight.apply(x, module.weight) if precise else x @ module.weight.T
+
+    model = Composed(run, weight=nn.Parameter(torch.ones(2, 1, dtype=BFLOAT16)))
+    model.weight.grad_dtype = None
+    shardkit.fully_shard(model, mesh=rank_mesh((2, 1), ("replicate", "shard")))
     for last, value in enumerate((256.0, 1.0, 1.0)):
         model.set_requires_all_reduce(last == 2)
         model(torch.full((1, 1), value, dtype=BFLOAT16), precise=value == 1).sum().backward()
     assert model.weight.grad.to_local().tolist() == [[258.0], [258.0]]
-
-
-def test_a_wider_gradient_than_the_sum_that_waits_for_its_all_reduce() -> None:
-    run_ranks(2, wider_later)

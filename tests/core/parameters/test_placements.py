@@ -88,17 +88,12 @@ def _trains(rank: int, world_size: int, placement: str, networked: bool) -> None
 
 @pytest.mark.daily(world_size=[3])
 @pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_trains_as_one_process(world_size: int, placement: str) -> None:
-    run_ranks(world_size, _trains, placement, False)
-
-
-@pytest.mark.daily(world_size=[3])
-@pytest.mark.parametrize("placement", PLACEMENTS)
-@on_ranks(2, 3, 4)
-def test_trains_over_collectives(rank: int, world_size: int, placement: str) -> None:
-    """Padded rows in a packed buffer, as gloo between hosts sends them, and NCCL."""
-    _trains(rank, world_size, placement, networked=True)
+@pytest.mark.parametrize(
+    ("world_size", "networked"), [(1, False), (2, False), (2, True), (3, False), (3, True), (4, False), (4, True)]
+)
+def test_trains_as_one_process(world_size: int, networked: bool, placement: str) -> None:
+    """In shared memory, and with padded rows in a packed buffer, as gloo between hosts sends them, and NCCL."""
+    run_ranks(world_size, _trains, placement, networked)
 
 
 @on_ranks(*WORLD_SIZES)

@@ -58,18 +58,17 @@ def test_a_backend_that_launches_each_collective_by_itself_gets_packed_buffers(
     assert not coalesces(None)
 
 
-def _wire_dtypes(rank: int, world_size: int, kind: str) -> list[torch.dtype]:
-    over = transport(kind)
+@pytest.mark.parametrize(
+    ("kind", "dtypes"), [("shared", [F32, BF16, BF16, BF16]), ("c10d_packed", [F32, F32, BF16, BF16])]
+)
+@on_ranks(2)
+def test_wire_dtypes(rank: int, world_size: int, kind: str, dtypes: list[torch.dtype]) -> None:
     pairs = [(F32, F32), (BF16, F32), (F32, BF16), (torch.float16, BF16)]
-    return [reduce_plan(CASES["small"], over, grad, total).wire_dtype for grad, total in pairs]
+    assert [reduce_plan(CASES["small"], transport(kind), *pair).wire_dtype for pair in pairs] == dtypes
 
 
-def test_wire_dtypes() -> None:
-    assert run_ranks(2, _wire_dtypes, "shared")[0] == [F32, BF16, BF16, BF16]
-    assert run_ranks(2, _wire_dtypes, "c10d_packed")[0] == [F32, F32, BF16, BF16]
-
-
-def _asks(rank: int, world_size: int) -> None:
+@on_ranks(2, isolated=True)  # no model of another test holds the transport
+def test_a_gloo_group_is_asked_once_and_not_kept(rank: int, world_size: int) -> None:
     group = dist.group.WORLD
     assert group is not None
     first = transport_for(group, CPU)
@@ -81,10 +80,6 @@ def _asks(rank: int, world_size: int) -> None:
     assert gone() is None, "the cache must not keep transports, which keep groups"
     with pytest.raises(ValueError, match=r"^layers\.0: .* 5 ranks, but the process group has 2"):
         plan_gather([GatherItem("w", ChunkLayout((3,), 0, 5), F32)], transport_for(group, CPU), "layers.0", rank)
-
-
-def test_a_gloo_group_is_asked_once_and_not_kept() -> None:
-    run_ranks(2, _asks, isolated=True)  # no model of another test holds the transport
 
 
 @on_ranks(1, isolated=True)

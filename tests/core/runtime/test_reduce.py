@@ -21,7 +21,7 @@ from tests.core.runtime.cases import (
     transport,
     whole,
 )
-from tests.support import on_ranks, run_ranks
+from tests.support import on_ranks
 
 WORLD_SIZES = [2, 3, 4]  # one rank has no transport
 NAMES = [
@@ -45,7 +45,7 @@ def _grads(name: str, dtype: torch.dtype, rank: int, *, strided: bool = False) -
     return grads
 
 
-def _reduces(
+def _check_sums(
     rank: int, world_size: int, kind: str, grad_dtype: torch.dtype, reduce_dtype: torch.dtype, *, exact: bool
 ) -> None:
     over = transport(kind)
@@ -71,29 +71,27 @@ def _reduces(
     ("grad_dtype", "reduce_dtype"), [(F32, F32), (BF16, F32), (BF16, BF16), (F32, BF16), (F16, BF16)]
 )
 @pytest.mark.daily(world_size=[3])
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_owners_sum_in_rank_order(world_size: int, grad_dtype: torch.dtype, reduce_dtype: torch.dtype) -> None:
-    run_ranks(world_size, _exact, "shared", grad_dtype, reduce_dtype)
-
-
-def _exact(rank: int, world_size: int, kind: str, grad_dtype: torch.dtype, reduce_dtype: torch.dtype) -> None:
-    _reduces(rank, world_size, kind, grad_dtype, reduce_dtype, exact=True)
+@on_ranks(*WORLD_SIZES)
+def test_owners_sum_in_rank_order(
+    rank: int, world_size: int, grad_dtype: torch.dtype, reduce_dtype: torch.dtype
+) -> None:
+    _check_sums(rank, world_size, "shared", grad_dtype, reduce_dtype, exact=True)
 
 
 @pytest.mark.parametrize("kind", ["c10d_packed", "c10d_direct", "custom"])
 @pytest.mark.daily(world_size=[2, 3])
 @pytest.mark.parametrize("grad_dtype", [F32, BF16])
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_collectives_reduce_in_fp32(world_size: int, kind: str, grad_dtype: torch.dtype) -> None:
+@on_ranks(*WORLD_SIZES)
+def test_collectives_reduce_in_fp32(rank: int, world_size: int, kind: str, grad_dtype: torch.dtype) -> None:
     # Two terms have one sum; with more the backend chooses the order.
-    run_ranks(world_size, _exact if world_size <= 2 else _close, kind, grad_dtype, F32)
+    _check_sums(rank, world_size, kind, grad_dtype, F32, exact=world_size <= 2)
 
 
-def _close(rank: int, world_size: int, kind: str, grad_dtype: torch.dtype, reduce_dtype: torch.dtype) -> None:
-    _reduces(rank, world_size, kind, grad_dtype, reduce_dtype, exact=False)
-
-
-def _divides(rank: int, world_size: int, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "world_size"), [("shared", 2), ("shared", 3), ("shared", 4), ("c10d_packed", 2), ("c10d_direct", 2)]
+)
+@on_ranks()
+def test_divisors_divide_each_term_and_the_sum(rank: int, world_size: int, kind: str) -> None:
     over = transport(kind)
     for grad_dtype, reduce_dtype in ((F32, F32), (BF16, F32), (F16, F16)):
         plan = reduce_plan(CASES["mixed_dims"], over, grad_dtype, reduce_dtype)
@@ -105,30 +103,18 @@ def _divides(rank: int, world_size: int, kind: str) -> None:
                 assert torch.equal(seen, expected), (grad_dtype, predivide, postdivide, i)
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_divisors_divide_each_term_and_the_sum(world_size: int) -> None:
-    run_ranks(world_size, _divides, "shared")
-
-
-@pytest.mark.parametrize("kind", ["c10d_packed", "c10d_direct"])
-def test_divisors_with_collectives(kind: str) -> None:
-    run_ranks(2, _divides, kind)
-
-
-def _averages(rank: int, world_size: int, kind: str) -> list[torch.Tensor]:
+def _check_average(rank: int, world_size: int, kind: str) -> None:
     plan = reduce_plan(CASES["mixed_dims"], transport(kind), F32, F32)
     terms = [_grads("mixed_dims", F32, r) for r in range(world_size)]
-    averaged = run_reduce(plan, terms[rank], op=dist.ReduceOp.AVG)
-    for i, seen in enumerate(averaged):
+    for i, seen in enumerate(run_reduce(plan, terms[rank], op=dist.ReduceOp.AVG)):
         expected = chunk_of(summed([t[i] for t in terms], F32, None, world_size), plan.items[i].layout, rank)
         torch.testing.assert_close(seen, expected)
-    return [seen.clone() for seen in averaged]
 
 
-@pytest.mark.parametrize("kind", ["shared", "c10d_packed"])
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_average_is_the_sum_over_the_world_size(world_size: int, kind: str) -> None:
-    run_ranks(world_size, _averages, kind)
+@pytest.mark.parametrize("kind", ["shared", "c10d_packed", "custom"])
+@on_ranks(2, 3)
+def test_average_is_the_sum_over_the_world_size(rank: int, world_size: int, kind: str) -> None:
+    _check_average(rank, world_size, kind)
 
 
 @pytest.mark.parametrize("kind", ["shared", "c10d_packed", "c10d_direct"])
@@ -140,12 +126,10 @@ def test_strides_of_gradients_do_not_matter(rank: int, world_size: int, kind: st
     assert all(torch.equal(a, b) for a, b in zip(dense, strided, strict=True))
 
 
-def _events_of_a_reduction(
-    rank: int, world_size: int, kind: str, grad_dtype: torch.dtype, reduce_dtype: torch.dtype
-) -> list[tuple[object, ...]]:
+def _events_of_a_reduction(rank: int, kind: str, grad_dtype: torch.dtype) -> list[object]:
     # A group of its own: an outbox keeps the parcels of earlier tests.
     carrier = transport_for(dist.new_group(), CPU) if kind == "shared" else transport(kind)
-    plan = reduce_plan(CASES["mixed_dims"], carrier, grad_dtype, reduce_dtype)
+    plan = reduce_plan(CASES["mixed_dims"], carrier, grad_dtype, F32)
     heard: list[events.Event] = []
     with events.subscribe(heard.append):
         run_reduce(plan, _grads("mixed_dims", grad_dtype, rank))
@@ -161,22 +145,22 @@ def _events_of_a_reduction(
 
 
 @pytest.mark.parametrize("grad_dtype", [BF16, F32])
-def test_an_outbox_holds_what_peers_own_and_stays(grad_dtype: torch.dtype) -> None:
+@on_ranks(4, isolated=True)
+def test_an_outbox_holds_what_peers_own_and_stays(rank: int, world_size: int, grad_dtype: torch.dtype) -> None:
     own = [61 * 250 + 4 + 18 + 6, 61 * 250 + 4 + 18, 61 * 250 + 4 + 9, 58 * 250 + 1]
-    size = grad_dtype.itemsize
-    for rank, seen in enumerate(run_ranks(4, _events_of_a_reduction, "shared", grad_dtype, F32, isolated=True)):
-        sent = [numel * size for peer, numel in enumerate(own) if peer != rank]
-        kept = sum(-(-nbytes // 64) * 64 for nbytes in sent)  # each peer's row begins at a cache line
-        assert seen == [sum(own) * size, sum(sent), sum(sent), grad_dtype, kept]
+    sent = [numel * grad_dtype.itemsize for peer, numel in enumerate(own) if peer != rank]
+    kept = sum(-(-nbytes // 64) * 64 for nbytes in sent)  # each peer's row begins at a cache line
+    seen = _events_of_a_reduction(rank, "shared", grad_dtype)
+    assert seen == [sum(own) * grad_dtype.itemsize, sum(sent), sum(sent), grad_dtype, kept]
 
 
-def test_collectives_send_the_reduce_dtype() -> None:
+@on_ranks(4)
+def test_collectives_send_the_reduce_dtype(rank: int, world_size: int) -> None:
     row = 61 * 250 + 4 + 18 + 6
-    for seen in run_ranks(4, _events_of_a_reduction, "c10d_packed", BF16, F32):
-        assert seen[1:4] == [row * 3 * 4, row * 3 * 4, F32]
+    assert _events_of_a_reduction(rank, "c10d_packed", BF16)[1:4] == [row * 3 * 4, row * 3 * 4, F32]
 
 
-def _all_reduces(rank: int, world_size: int, op: dist.ReduceOp.RedOpType) -> tuple[list[float], int]:
+def _all_reduces(rank: int, op: dist.ReduceOp.RedOpType) -> tuple[list[float], int]:
     tensor = torch.arange(5.0) + rank
     heard: list[events.Event] = []
     group = dist.group.WORLD
@@ -187,29 +171,24 @@ def _all_reduces(rank: int, world_size: int, op: dist.ReduceOp.RedOpType) -> tup
     return tensor.tolist(), sum(sent)
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_all_reduce(world_size: int) -> None:
+@on_ranks(2, 3)
+def test_all_reduce(rank: int, world_size: int) -> None:
     ranks = sum(range(world_size))
-    for seen, sent in run_ranks(world_size, _all_reduces, dist.ReduceOp.SUM):
-        assert seen == [world_size * x + ranks for x in range(5)]
-        assert sent == 2 * (world_size - 1) * 20 // world_size
-    for seen, _ in run_ranks(world_size, _all_reduces, dist.ReduceOp.AVG):
-        assert seen == [x + ranks / world_size for x in range(5)]
+    sent = 2 * (world_size - 1) * 20 // world_size
+    assert _all_reduces(rank, dist.ReduceOp.SUM) == ([world_size * x + ranks for x in range(5)], sent)
+    assert _all_reduces(rank, dist.ReduceOp.AVG)[0] == [x + ranks / world_size for x in range(5)]
 
 
-def _averages_among_backends(rank: int, world_size: int) -> list[float]:
+@pytest.mark.skipif(torch.__version__ >= (2, 15), reason="a group of torch 2.15 needs the backend that its name tells")
+@on_ranks(2)
+def test_the_backend_of_the_device_is_asked_whether_it_averages(rank: int, world_size: int) -> None:
     """The CPU's backend, gloo, in a group that has the name of another, as those of "cpu:gloo,cuda:nccl" have."""
     group = dist.group.WORLD
     assert group is not None
     group._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
     try:
         assert group.name() == "nccl"
-        _averages(rank, world_size, "c10d_packed")
-        return _all_reduces(rank, world_size, dist.ReduceOp.AVG)[0]
+        _check_average(rank, world_size, "c10d_packed")
+        assert _all_reduces(rank, dist.ReduceOp.AVG)[0] == [x + 0.5 for x in range(5)]
     finally:
         group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-
-
-@pytest.mark.skipif(torch.__version__ >= (2, 15), reason="a group of torch 2.15 needs the backend that its name tells")
-def test_the_backend_of_the_device_is_asked_whether_it_averages() -> None:
-    assert run_ranks(2, _averages_among_backends) == [[x + 0.5 for x in range(5)]] * 2
