@@ -13,29 +13,17 @@ from torch.distributed._functional_collectives import all_gather_tensor_autograd
 
 import shardkit.core as ours
 from tests.support import on_ranks, rank_mesh
-
-
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 3 * width)
-        self.down = nn.Linear(3 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
+from tests.support.models import Block
+from tests.support.sharding import shard_each
 
 
 def _model() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*[Block(6) for _ in range(3)], nn.Linear(6, 2))
+    return nn.Sequential(*[Block(6, 18) for _ in range(3)], nn.Linear(6, 2))
 
 
 def _shard(model: nn.Sequential, api: ModuleType, **options: Any) -> nn.Sequential:
-    for block in model[:-1]:
-        api.fully_shard(block, **options)
-    api.fully_shard(model, **options)
-    return model
+    return shard_each(*model[:-1], model, api=api, **options)
 
 
 def _batch(step: int, rank: int) -> torch.Tensor:
@@ -93,8 +81,9 @@ def _train_compiled(api: ModuleType, what: str, first: str, rank: int) -> tuple[
     return [*losses, *_gradients(model)], counted
 
 
-@pytest.mark.parametrize("what", ["blocks", "module", "model"])
-@pytest.mark.parametrize("first", ["compile", "shard"])
+@pytest.mark.parametrize(
+    ("what", "first"), [("blocks", "compile"), ("blocks", "shard"), ("module", "compile"), ("model", "shard")]
+)
 @on_ranks(2, timeout=240)
 def test_graph_breaks_are_those_of_stock(rank: int, world_size: int, what: str, first: str) -> None:
     """Blocks have no graph breaks; `module.compile()` has none with torch 2.13 and one with 2.15."""

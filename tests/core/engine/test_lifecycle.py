@@ -532,24 +532,23 @@ def test_a_forward_more_on_one_rank_is_an_error_on_both(rank: int, world_size: i
         model.state_dict()
 
 
-@pytest.mark.parametrize("reshard", [None, False])
+@pytest.mark.parametrize(("reshard", "steps_before"), [(None, 2), (False, 0)])
 @on_ranks(2)
-def test_recovery_from_an_exception(rank: int, world_size: int, reshard: bool | None) -> None:
+def test_recovery_from_an_exception(rank: int, world_size: int, reshard: bool | None, steps_before: int) -> None:
     for where, inject in FAILURES.items():
-        twins = Twins.of(rank, world_size, MLP, lambda model: _shard_mlp(model, reshard_after_forward=reshard))
-        for steps_before in (0, 2):
-            for _ in range(steps_before):
-                twins.step(_mlp_loss)
-            handle = inject(twins.sharded)
-            with pytest.raises(RuntimeError, match="on purpose"):
-                _mlp_loss(twins.sharded, rank).backward()
-            handle.remove()
-            twins.sharded.reset_iter_state()
-            twins.sharded.zero_grad()
-            assert _holds_no_unsharded(twins.sharded), where
-            for _ in range(2):
-                twins.step(_mlp_loss)
-            assert _holds_no_unsharded(twins.sharded), where
+        twins = Twins.of(rank, world_size, MLP, functools.partial(_shard_mlp, reshard_after_forward=reshard))
+        for _ in range(steps_before):
+            twins.step(_mlp_loss)
+        handle = inject(twins.sharded)
+        with pytest.raises(RuntimeError, match="on purpose"):
+            _mlp_loss(twins.sharded, rank).backward()
+        handle.remove()
+        twins.sharded.reset_iter_state()
+        twins.sharded.zero_grad()
+        assert _holds_no_unsharded(twins.sharded), where
+        for _ in range(2):
+            twins.step(_mlp_loss)
+        assert _holds_no_unsharded(twins.sharded), where
 
 
 class _InterruptedTicket:

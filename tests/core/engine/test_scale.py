@@ -1,5 +1,6 @@
 """A rank's work and memory must not grow with the number of ranks: counted, not timed, on torch's `fake` group."""
 
+import contextlib
 import gc
 import sys
 import tracemalloc
@@ -374,37 +375,25 @@ class Moved(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _compares(rank: int, world_size: int, layers: int, models: str) -> int:
+def _compares(rank: int, world_size: int, layers: int, differ: bool) -> int:
+    """The bytes that this rank hands to collectives while models of so many layers are compared."""
     from shardkit.core.engine.root import initialise_root
 
     model: Any = nn.Sequential(*(nn.Linear(3, 3, bias=False) for _ in range(layers)))
-    differ = models == "different"
     if differ and rank == world_size - 1:
         model[layers - 2] = nn.Linear(3, 4, bias=False)
     fully_shard(model)
-    with Moved() as moved:
-        if differ:
-            with pytest.raises(RuntimeError, match=rf"number {layers - 2} .*'{layers - 2}\.weight' of shape \(3, 3\)"):
-                initialise_root(fully_shard.state(model))
-        else:
-            initialise_root(fully_shard.state(model))
+    told = rf"number {layers - 2} .*'{layers - 2}\.weight' of shape \(3, 3\)"
+    with Moved() as moved, pytest.raises(RuntimeError, match=told) if differ else contextlib.nullcontext():
+        initialise_root(fully_shard.state(model))
     assert moved.nbytes
     return moved.nbytes
 
 
-def test_the_comparison_moves_as_many_bytes_for_any_model() -> None:
-    moved = {
-        (world_size, layers): run_ranks(world_size, _compares, layers, "alike")[0]
-        for world_size in (2, 4)
-        for layers in (4, 100)
-    }
-    assert len(set(moved.values())) == 1, moved
-    assert max(moved.values()) <= 16
-
-
-def test_a_difference_is_found_with_few_bytes() -> None:
+def test_the_comparison_moves_few_bytes_for_any_model() -> None:
     """100 descriptions would be 6 KB from each rank. Bisection exchanges 16 bytes for each halving."""
-    moved = [max(run_ranks(world_size, _compares, 100, "different")) for world_size in (2, 4)]
-    few = max(run_ranks(2, _compares, 4, "different"))
-    assert max(moved) <= few + 16 * 6, (moved, few)
-    assert max(moved) <= 1500
+    sizes = [(world_size, layers) for world_size in (2, 4) for layers in (4, 100)]
+    alike = [run_ranks(world_size, _compares, layers, False)[0] for world_size, layers in sizes]
+    assert len(set(alike)) == 1 and max(alike) <= 16, alike
+    few, *many = (max(run_ranks(size, _compares, layers, True)) for size, layers in ((2, 4), (2, 100), (4, 100)))
+    assert max(many) <= min(few + 16 * 6, 1500), (many, few)

@@ -353,6 +353,24 @@ def _gradients(model: Any, rank: int, micro_batches: int = 1) -> list[Tensor]:
 
 
 @on_ranks(2)
+def test_accumulation(rank: int, world_size: int) -> None:
+    """Without sync nothing is rounded: the sum of micro-batches is, once."""
+    mesh = networked_mesh((world_size,))
+    reductions: list[str] = []
+    with events.subscribe(
+        lambda event: reductions.append(event.fqn) if isinstance(event, events.ReduceStarted) else None
+    ):
+        seen = _gradients(_net(mesh, compression_policy=CompressionPolicy(reduce="int8", block=32)), rank, 3)
+    assert reductions
+    assert len(set(reductions)) == len(reductions)
+    exact = _gradients(_net(mesh), rank, 3)
+    for one, other in zip(seen, exact, strict=True):
+        largest = other.abs().max() if other.numel() else torch.tensor(1.0)
+        torch.testing.assert_close(one, other, rtol=0, atol=float(largest) * world_size / 50 + 1e-3)
+    assert any(not torch.equal(one, other) for one, other in zip(seen, exact, strict=True))
+
+
+@on_ranks(2)
 def test_shared_memory_compresses_nothing(rank: int, world_size: int) -> None:
     """Where ranks share memory nothing is on the wire, and nothing is rounded."""
     mesh = rank_mesh((world_size,))
