@@ -53,6 +53,10 @@ SIDE_OUTPUT = Block(ops=("linear", Call("alpha")), blocks=(Block("alpha", ops=("
 
 FOUND = {
     "a view, changed in place by the caller": _chain(Block("alpha", ops=("linear", "view")), "add_"),
+    "a view, changed in place by a hook": _chain(
+        Block("alpha", ops=("linear", "view"), hooks=("in_place",)),
+        policy=Policy(wraps=BOTH, late=1, hooks_first=False),
+    ),
     "a recomputation with explicit lists, whose output is detached, within a budget": Program(
         Block(
             ops=("table", Call("beta", checkpoint="plain")),
@@ -68,9 +72,13 @@ FOUND = {
             world=4, wraps=(Wrap(("beta",)), Wrap(("beta.beta",)), Wrap(("",))), budget=8000, lists="reversed"
         ),
     ),
+    "a view from the root, changed in place": Program(
+        Block(ops=("linear", "expand")), steps=_once(Micro(change=("add_",)))
+    ),
     "a view from the root, changed in place, with an explicit reshard": Program(
         Block(ops=("linear", "expand")), steps=_once(Micro(change=("add_",), between=(Act("reshard"),)))
     ),
+    "the side output of a root whose output has no parameter": Program(Block(ops=(Side(),))),
     "the output of the root kept on the module": Program(Block(ops=("linear",), form="attribute")),
     "backward of a side output of the root's group, then of its output": Program(
         Block(ops=("linear", Call("alpha")), blocks=(Block("alpha", ops=(Side(), "trap")),)),
@@ -97,6 +105,20 @@ FOUND = {
         Policy(wraps=(Wrap(("beta",)), Wrap(("",))), depth=3, late=1),
         (Step((Micro(twice=True, inputs=True),), update=False),),
     ),
+    "backward of a side output alone": Program(
+        SIDE_OUTPUT, Policy(wraps=ALPHA, late=1), (Step((Micro(sides="only"),)),)
+    ),
+    "backward of a side output first": Program(SIDE_OUTPUT, Policy(wraps=ALPHA), (Step((Micro(sides="first"),)),)),
+    "backward of a side output last": Program(SIDE_OUTPUT, Policy(wraps=ALPHA), (Step((Micro(sides="last"),)),)),
+    "a side output under a checkpoint": _chain(
+        Block(
+            "alpha", ops=(Call("beta", checkpoint="plain"),), blocks=(Block("beta", ops=("linear", "tanh", Side())),)
+        ),
+        policy=Policy(wraps=(Wrap(("alpha.beta",)), Wrap(("",)))),
+    ),
+    "the penalty of a weight, backward of it last": Program(
+        Block(ops=(Side(of="weight"),)), steps=_once(Micro(sides="last", inputs=True))
+    ),
     "the penalty of a weight that comes out, backward of it twice": Program(
         Block(
             ops=(Call("alpha"), Side(of="weight", place="closure")),
@@ -104,8 +126,28 @@ FOUND = {
         ),
         steps=(Step((Micro(twice=True),)),),
     ),
+    "the penalty of a weight, backward of it twice": Program(
+        Block(ops=("gain", Side(of="weight"))), steps=_once(Micro(twice=True))
+    ),
+    "the penalty of a gradient, elementwise": Program(
+        Block(ops=(Call("alpha"),), blocks=(Block("alpha", ops=("scale",)),)),
+        steps=_once(Micro(by="penalty", inputs=True)),
+    ),
     "the penalty of a gradient": Program(
         Block(ops=("linear", "tanh")), steps=(Step((Micro(), Micro(by="penalty", inputs=True))),)
+    ),
+    **{
+        f"several forwards with side outputs, then their backwards, {order}": Program(
+            Block(ops=ops), steps=(Step((Micro(forwards=3, order=order, inputs=True),)),)
+        )
+        for order, ops in (("each", ("linear", Side())), ("reversed", (Side(place="closure"),)))
+    },
+    "backward of a side output that reads no parameter": Program(
+        Block(
+            ops=("table", "linear", Call("alpha"), "spare"),
+            blocks=(Block("alpha", ops=(Side(of="x", place="closure"), "mlp", "mlp")),),
+        ),
+        steps=(Step((Micro(order="each", sides="first"),), zero="keep"),),
     ),
     "a checkpoint of modules of the root's group, backward twice": Program(
         Block(
@@ -121,6 +163,38 @@ FOUND = {
         ),
         Policy(shared_memory=True, wraps=(Wrap(("gamma.beta",)), Wrap(("",))), depth=3, late=0),
         (Step((Micro(twice=True),)),),
+    ),
+    "a gradient of inputs of a checkpointed side output": Program(
+        Block(
+            ops=(Side(of="weight", place="list"), Call("alpha", checkpoint="plain")),
+            blocks=(
+                Block(
+                    "alpha",
+                    ops=("linear", Call("alpha", use="twice", no_grad=True), "bias", Call("beta"), "linear"),
+                    blocks=(Block("alpha", ops=("tanh",)), Block("beta", ops=("mlp", Side(place="list")))),
+                    form="closure",
+                ),
+            ),
+        ),
+        steps=(Step((Micro(sides="only", by="inputs", inputs=True),)), Step()),
+    ),
+    "a side output of a block without parameters, over several forwards": Program(
+        Block(ops=("linear", Call("alpha", use="twice")), blocks=(Block("alpha", ops=("trap", Side(of="x"))),)),
+        Policy(wraps=ALPHA, late=1),
+        (Step((Micro(forwards=3, sides="only", inputs=True),)),),
+    ),
+    **{
+        f"a {extra} kept on the module, read by the caller": Program(
+            Block(
+                ops=("linear", Call("alpha", use="both", no_grad=True), Call("beta"), "linear"),
+                blocks=(Block("alpha", ops=("linear",), form="attribute", extra=extra), LINEAR),
+            ),
+            Policy(wraps=BOTH, depth=0, late=1),
+        )
+        for extra in ("weight", "weight_view")
+    },
+    "a view of the root's weight kept on it, read by the loop": Program(
+        Block(ops=("linear",), form="attribute", extra="weight_view"), Policy(wraps=(Wrap(("",), reshard=True),))
     ),
     "a side output of a checkpointed block without parameters, over several forwards": Program(
         Block(
@@ -178,6 +252,14 @@ FOUND = {
         Policy(wraps=(Wrap(("alpha.beta",)), Wrap(("",))), hooks_first=False),
         (Step((Micro(sides="only", twice=True, inputs=True),)),),
     ),
+    "a side output in a closure": Program(Block(ops=(Side(place="closure"),))),
+    "a side output in a closure, alone, backward twice": Program(
+        Block(ops=("mlp", Side(of="weight", place="closure"))), steps=(Step((Micro(sides="only", twice=True),)),)
+    ),
+    "side outputs in closures after one another": Program(
+        Block(ops=("linear", Side(of="x", place="closure"), "mlp", "gain")),
+        steps=(Step((Micro(sides="only", twice=True, inputs=True), Micro())),),
+    ),
     "a side output in a closure, of a module with two names": Program(
         Block(
             ops=(Call("beta"), "bias"),
@@ -185,10 +267,37 @@ FOUND = {
         ),
         steps=(Step((Micro(sides="first", inputs=True, between=(Act("no_grad"),)),)), Step()),
     ),
+    "side outputs in closures over several forwards": Program(
+        Block(
+            ops=("table", Call("alpha", use="both")),
+            blocks=(Block("alpha", ops=(Side(of="x", place="closure"), "detach_half")),),
+        ),
+        steps=(
+            Step(
+                (Micro(order="each", sides="first", inputs=True), Micro(forwards=2, order="each", sides="only")),
+                update=False,
+            ),
+        ),
+    ),
+    "a parameter that comes out of a block without grad": Program(
+        Block(
+            ops=("scale", Call("alpha", use="both", no_grad=True)),
+            blocks=(Block("alpha", form="dataclass", extra="weight"),),
+        ),
+        Policy(wraps=ALPHA),
+    ),
     "a side output of a block, behind a root that keeps its parameters, backward of it last": Program(
         Block(ops=("tanh", "linear", Call("alpha"), "scale"), blocks=(Block("alpha", ops=(Side(place="dict"),)),)),
         Policy(world=3, wraps=(Wrap(("alpha",), reshard=False), Wrap(("",), reshard=False)), depth=0),
         (Step(), Step((Micro(order="reversed", sides="last", inputs=True),), update=False)),
+    ),
+    "the same over elementwise parameters": Program(
+        Block(
+            ops=("table", "double", "square", "scale", Call("beta"), "tanh", "linear"),
+            blocks=(Block("beta", ops=(Side(place="list"), "spare")),),
+        ),
+        Policy(wraps=(Wrap(("beta",)), Wrap(("",), reshard=False))),
+        (Step((Micro(forwards=2, sides="first", inputs=True),)),),
     ),
     "a group of modules of which one never runs, in a reentrant checkpoint, backward twice": Program(
         Block(
@@ -216,11 +325,25 @@ FOUND = {
         Block("alpha", ops=("linear", "bias")),
         steps=(Step((Micro(sync=False), Micro(before=(Act("moved"),)))), Step()),
     ),
+    "an output in an object": _chain(Block("alpha", ops=("linear",), form="object")),
+    "an output kept on the module": _chain(Block("alpha", ops=("linear",), form="attribute")),
     "an output kept on the module, with prefetch lists": Program(
         Block(ops=("linear", Call("alpha")), blocks=(Block("alpha", ops=("scale",), form="attribute"),)),
         Policy(wraps=ALPHA, lists="reversed"),
     ),
+    "an input changed in place": _chain(Block("alpha", ops=("add_", "linear"))),
+    "a view of an input changed in place": _chain(Block("alpha", ops=("transpose", "tanh_", "linear"))),
     "an element of an input changed in place": _chain(Block("alpha", ops=("zero_column_", "linear"))),
+    **{
+        f"a parameter beside the output, in a {form}": Program(
+            Block(
+                ops=("linear", Call("alpha", use="both"), Call("beta")),
+                blocks=(Block("alpha", ops=("linear",), form=form, extra="weight"), LINEAR),
+            ),
+            Policy(wraps=BOTH),
+        )
+        for form in ("tuple", "object", "closure", "attribute")
+    },
 }
 
 
