@@ -70,17 +70,10 @@ def _changed(row: int, system: str, ratio: dict[str, float]) -> dict[str, Any]:
     return run
 
 
-def test_the_same_again_is_no_regression(saved: Path) -> None:
-    done = _regression(saved, _run())
-    assert done.returncode == 0, done.stderr
-    assert "0 of 3 ratios are worse" in done.stdout
-
-
 @pytest.mark.parametrize(
     ("row", "system", "ratio", "line"),
     [
         (0, "fsdp2", _ratio(0.6), "step time, shardkit to fsdp2: 0.500 -> 0.600 WORSE"),
-        (0, "ddp", _ratio(1.0), "step time, shardkit to ddp: 0.800 -> 1.000 WORSE"),
         (1, "fsdp2", _ratio(2.5, spread=0, rounds=1), "c10d calls, shardkit to fsdp2: 2.000 -> 2.500 WORSE"),
     ],
 )
@@ -96,12 +89,6 @@ def test_better_little_or_scattered_is_no_regression(saved: Path, ratio: Any) ->
     done = _regression(saved, _changed(0, "fsdp2", ratio))
     assert done.returncode == 0, done.stdout
     assert "WORSE" not in done.stdout
-
-
-def test_the_tolerance_can_be_chosen(saved: Path) -> None:
-    run = _changed(0, "fsdp2", _ratio(0.6))
-    assert _regression(saved, run, "--tolerance=0.3").returncode == 0
-    assert _regression(saved, run, "--tolerance=0.1").returncode == 1
 
 
 def test_the_last_saved_run_counts(saved: Path) -> None:

@@ -4,7 +4,6 @@ import functools
 import sys
 import types
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -617,24 +616,6 @@ def test_grad_scaler_with_sparse_gradients(rank: int, world_size: int) -> None:
         grad_scaler.scale(model(torch.tensor([1, 1, 2])).sum()).backward()
         grad_scaler.unscale_(optimizer)
         assert model.weight.grad.to_dense().max() == 2.0
-
-
-def groups_that_come_and_go(rank: int, world_size: int, directory: Path) -> None:
-    """The groups of one machine are made again if the default process group has changed."""
-    names = api(OURS)
-    for attempt in range(2):
-        if attempt:
-            dist.destroy_process_group()
-            store = dist.FileStore(str(directory / "store"), world_size)
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-        model = wrap(OURS, Setting("HYBRID_SHARD"))  # with a policy and no groups
-        assert model.sharding_strategy is names.ShardingStrategy.HYBRID_SHARD
-        train(model, sgd(model), rank, range(3))
-        assert_same_tensors(alone(world_size), whole_state(OURS, model), **TOLERANCE)
-
-
-def test_hybrid_sharding_without_groups_of_ones_own(tmp_path: Path):
-    run_ranks(2, groups_that_come_and_go, tmp_path, isolated=True)
 
 
 @on_ranks(2)

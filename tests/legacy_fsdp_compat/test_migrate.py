@@ -217,29 +217,6 @@ def test_fsdp2_and_core_load_what_was_converted(written: Any, engine: str, kind:
             assert torch.equal(moments[fqn][key], value), (fqn, key)
 
 
-def load_with_fsdp1(rank: int, world_size: int, engine: str, path: Path) -> Any:
-    names = api(engine)
-    model = wrap(engine, Setting(optimizer="adam"), build(1))
-    optimizer = OPTIMIZERS["adam"](model.parameters())
-    state = torch.load(path, weights_only=True)
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(names.FSDP.optim_state_dict_to_load(model, optimizer, state["optim"]))
-    return whole_state(engine, model), local_moments(names, model, optimizer)
-
-
-@pytest.mark.parametrize("engine", [STOCK, OURS])
-def test_the_way_back_into_fsdp1(written: Any, engine: str, tmp_path: Path):
-    """LOCAL -> DTensor checkpoint -> one full file -> FSDP1 on another number of ranks."""
-    source = written(STOCK, False, 2)
-    shapes = shapes_of_file(source.path / "shapes.pt")
-    convert(open_checkpoint(source.path / "LOCAL-RAW", shapes), tmp_path / "dcp", "dcp")
-    convert(open_checkpoint(tmp_path / "dcp"), tmp_path / "full", "full")
-    weights, moments = run_ranks(3, load_with_fsdp1, engine, tmp_path / "full" / "checkpoint.pt")[0]
-    assert all(torch.equal(weights[name], value) for name, value in source.weights.items())
-    for fqn, values in source.moments.items():
-        assert all(torch.equal(moments[fqn][key], value) for key, value in values.items()), fqn
-
-
 # -- interruption and damage -------------------------------------------------------------------------------------------
 
 

@@ -167,18 +167,3 @@ def test_boxes_make_up_a_tensor(data: Any):
         for wrong in (boxes[1:], [*boxes, boxes[0]]):
             with pytest.raises(CheckpointError, match="'w' of shape"):
                 from_boxes(("w",), whole.dtype, shape, wrong)
-
-
-def test_a_box_outside():
-    (box,) = boxes_of(torch.ones(2, 3), [(slice(0, 2), slice(0, 3))])
-    with pytest.raises(
-        CheckpointError, match=r"'w' of shape \(2, 2\): its parts stick out of it: \[0:2, 0:3\] in file0"
-    ):
-        from_boxes(("w",), torch.float32, (2, 2), [box])
-
-
-def test_a_box_twice_in_the_place_of_another():
-    """The parts have as many elements as the tensor, but some twice and some not at all."""
-    boxes = boxes_of(torch.ones(2, 4), [(slice(0, 2), slice(0, 2))] * 2)
-    with pytest.raises(CheckpointError, match=r"overlap: \[0:2, 0:2\] in file0 and \[0:2, 0:2\] in file1"):
-        from_boxes(("w",), torch.float32, (2, 4), boxes)

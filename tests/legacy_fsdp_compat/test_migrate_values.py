@@ -2,7 +2,6 @@
 
 import dataclasses
 import fcntl
-import itertools
 import json
 import os
 import pickle
@@ -17,7 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from shardkit.core.checkpoint import conversion, stored
+from shardkit.core.checkpoint import stored
 from shardkit.core.checkpoint.leaves import name_of
 from shardkit.legacy_fsdp_compat.migrate import CheckpointError, convert, open_checkpoint, shapes_of_file
 from shardkit.legacy_fsdp_compat.migrate.command import main
@@ -94,24 +93,12 @@ def test_one_large_tensor_stays_within_the_bound(tmp_path: Path):
     maps around one that is read, and for threads: some megabytes.
     """
     torch.save({"small": torch.ones(8, 8).t()}, tmp_path / "small.pt")
-    torch.save({"large": torch.zeros(2500, 16000).t()}, tmp_path / "large.pt")
+    torch.save({"large": torch.zeros(1500, 16000).t()}, tmp_path / "large.pt")
     files = [str(tmp_path / name) for name in ("small.pt", "large.pt", "small", "large")]
     seen = subprocess.run([sys.executable, "-c", _PEAK, *files], check=True, capture_output=True, text=True).stdout
     rise, bound, nbytes = map(int, seen.split())
-    assert bound < 34e6 < nbytes == 160e6
-    assert rise < bound + 55e6
-
-
-def test_memory_of_many_tensors_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The heap is trimmed whenever CHUNK_BYTES have been done."""
-    torch.save({str(number): torch.zeros(1000, 1000) for number in range(60)}, tmp_path / "many.pt")
-    done, trimmed = [0], [0]
-    monkeypatch.setattr(conversion, "trim_heap", lambda: trimmed.append(done[0]))
-    checkpoint = open_checkpoint(tmp_path / "many.pt")
-    convert(checkpoint, tmp_path / "many", "full", progress=lambda nbytes: done.append(done.pop() + nbytes))
-    assert done == [2 * checkpoint.nbytes] == [480e6]
-    gaps = [after - before for before, after in itertools.pairwise([*trimmed, *done])]
-    assert max(gaps) < stored.CHUNK_BYTES + 4e6
+    assert bound < 34e6 < nbytes == 96e6
+    assert rise < bound + 45e6
 
 
 def training_state() -> dict[str, Any]:

@@ -121,21 +121,6 @@ def test_loading_in_another_order_on_each_rank(rank: int, world_size: int) -> No
     assert_same_tensors(expected, seen, rtol=0, atol=0)
 
 
-@on_ranks(2)
-def test_unmanaged_parameters_may_be_lacking(rank: int, world_size: int) -> None:
-    """A parameter of no FSDP module, which came after the state was saved: stock loads that of the others, too."""
-    names = api(OURS)
-    model = nn.ModuleDict({"inner": wrap(OURS, Setting(), nn.Linear(4, 4))})
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    model["inner"](torch.ones(1, 4)).sum().backward()
-    optimizer.step()
-    state = names.FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
-    model.register_parameter("late", nn.Parameter(torch.ones(3)))
-    other = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    loadable = names.FSDP.shard_full_optim_state_dict(state, model, optim=other)
-    assert sorted(loadable["state"]) == [1, 2]
-
-
 class Counting(torch.optim.Optimizer):
     """State of every kind: per element, 0-dim, a number, None."""
 

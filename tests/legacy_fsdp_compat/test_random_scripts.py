@@ -229,7 +229,7 @@ def compare(rank: int, world_size: int, script: Script) -> str | None:
     return difference(theirs, mine, 3e-2 if "bfloat16" in script.dtypes else 1e-4)
 
 
-@settings(max_examples=25, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=16, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(SCRIPTS)
 def test_random_scripts(script: Script):
     found = run_ranks(2, compare, script)

@@ -110,23 +110,6 @@ def test_copies_know_their_boxes(kind: type[BoxedTensor | LogicalTensor], boxes:
         assert torch.equal(part, WHOLE[chunk.offsets[0] : chunk.offsets[0] + 2])
 
 
-def test_copies_hold_nothing_else():
-    local = torch.zeros(7, 3)
-    copying = (copy.deepcopy, torch.clone, torch.empty_like, torch.zeros_like, lambda one: one.to(torch.float64))
-    for step in (*copying, saved_and_loaded):
-        copied = step(LogicalTensor.of(local, AMID_OTHERS))
-        assert copied.local.shape == (4, 3) and copied.boxes == BOXES
-        assert copied.local.untyped_storage().nbytes() == 12 * copied.local.element_size()
-
-
-@pytest.mark.parametrize("boxes", [BOXES, AMID_OTHERS], ids=["alone", "amid others"])
-def test_a_shallow_copy_is_the_same_memory(boxes: Boxes):
-    local = torch.zeros(7 if boxes.places else 4, 3)
-    copied = copy.copy(LogicalTensor.of(local, boxes))
-    copied.fill_(1.0)
-    assert copied.boxes is boxes and local.sum() == 12
-
-
 def test_a_logical_tensor_amid_others_is_filled_alone():
     local = torch.zeros(7, 3)
     logical = LogicalTensor.of(local, AMID_OTHERS)

@@ -79,22 +79,6 @@ def test_a_taken_name_is_refused(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_assigned_tensors_get_their_boxes(rank: int, world_size: int) -> None:
-    """Tensors that a user assigns have no boxes; they get those of the sharded parameter."""
-    trainee = Trainee.of("fused", (1, 2), 1)
-    state = {
-        name: DTensor.from_local(value.to_local() + 1, value.device_mesh, value.placements, run_check=False)
-        for name, value in trainee.model.state_dict().items()
-    }
-    assert not isinstance(state["blocks.0.gate_up.weight"].to_local(), BoxedTensor)
-    trainee.model.load_state_dict(state, assign=True)
-    SPECS["fused"].loss(trainee.model, 1)
-    after = trainee.model.state_dict()["blocks.0.gate_up.weight"]
-    assert torch.equal(after.to_local().plain(), state["blocks.0.gate_up.weight"].to_local())
-    assert [tuple(chunk.offsets) for chunk in after.__create_chunk_list__()] == [(rank * 4, 0), (8 + rank * 4, 0)]
-
-
-@on_ranks(2)
 def test_replaced_parameters_stay_fused(rank: int, world_size: int) -> None:
     """Parameters stay fused if a call replaces their tensors, before fully_shard and after it."""
     mesh, spec = rank_mesh((1, 2), NAMES[2]), SPECS["fused"]

@@ -21,7 +21,6 @@ from shardkit.core.checkpoint.command import differences as lines
 from shardkit.core.checkpoint.command import main
 from shardkit.core.checkpoint.directory import open_index
 from shardkit.core.checkpoint.sources import SAFETENSORS_DTYPES, open_file
-from shardkit.core.checkpoint.terminal import sized
 from shardkit.core.checkpoint.writers import DcpWriter, SafetensorsWriter
 from tests.core.checkpoint.trainee import ElasticLoader, Held, Trainee, differences, flip
 from tests.support import run_ranks
@@ -299,20 +298,6 @@ def test_what_only_one_of_two_has(tmp_path: Path, capsys: pytest.CaptureFixture[
             1,
             [*expected, "2 differences; 1 equal"],
         )
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "text"),
-    [
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (1024, "1.0 KiB"),
-        (2**20 - 1, "1.0 MiB"),
-        (5 * 2**40, "5120.0 GiB"),
-    ],
-)
-def test_sizes(nbytes: int, text: str):
-    assert sized(nbytes) == text
 
 
 def test_a_checkpoint_without_its_manifest_is_not_taken_for_one_of_stock(tmp_path: Path):

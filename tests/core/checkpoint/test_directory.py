@@ -4,7 +4,6 @@ import builtins
 import contextlib
 import errno
 import io
-import logging
 import os
 import re
 import shutil
@@ -141,29 +140,6 @@ def test_what_cannot_be_removed_fails_no_save(tmp_path: Path, monkeypatch: pytes
     assert [path.name for path in tmp_path.iterdir()] == ["step-000003"]
 
 
-def test_a_checkpoint_that_is_there_has_been_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
-    """A save succeeds even if the directory cannot be read to find old checkpoints to delete."""
-    state = TrainingState(torch.nn.Linear(1, 1))
-    manager = CheckpointManager(tmp_path, keep=1)
-    manager.save(1, state, blocking=True)
-    scandir = os.scandir
-
-    def failing(path: Any) -> Any:
-        if path == tmp_path and (tmp_path / "step-000002").exists():
-            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-        return scandir(path)
-
-    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
-        patch.setattr(os, "scandir", failing)
-        manager.save(2, state, blocking=True)
-    assert f"{tmp_path}: could not delete old checkpoints ({tmp_path} cannot be read: Stale" in caplog.text
-    assert [one.step for one in manager.checkpoints()] == [1, 2]
-    manager.save(3, state, blocking=True)
-    assert [path.name for path in tmp_path.iterdir()] == ["step-000003"]
-
-
 def test_a_disk_that_fails_is_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
     """Then `fallback` takes the checkpoint before, which may lie elsewhere on the disk."""
     state = TrainingState(torch.nn.Linear(1, 1))
@@ -184,20 +160,6 @@ def test_a_disk_that_fails_is_damage(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert re.match(r"skipped a damaged checkpoint: restoring .*: \S+__0_0.distcp cannot be read .*; " + aside, warned)
     assert restored is not None and restored.step == 1
     assert "__0_0.distcp cannot be read from byte 0 on: Input/output error" in restored.damaged[0]
-
-
-def test_what_nobody_may_remove_hides_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A run has died in the directory. An evaluation that may only read it still finds the checkpoints."""
-    state = TrainingState(torch.nn.Linear(1, 1))
-    CheckpointManager(tmp_path).save(1, state, blocking=True)
-    (tmp_path / ".step-000002.ab.incomplete").mkdir()
-
-    def refused(source: Path, target: Path) -> Path:
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "rename", refused)
-        assert CheckpointManager(tmp_path).restore(state).step == 1
 
 
 def calls_of(monkeypatch: pytest.MonkeyPatch, action: Callable[[], object]) -> list[str]:

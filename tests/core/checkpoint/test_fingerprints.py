@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from shardkit.core import fully_shard
@@ -179,27 +178,6 @@ def test_every_fourth_of_4096_is_looked_at():
         other = one.clone()
         other[start : start + 5] += 1
         assert of(other) != same, start
-
-
-def gathers_of_saves(rank: int, world_size: int, path: Path) -> int:
-    """Parameters that are sharded, and others that are the same on both ranks, as in data parallelism."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
-    fully_shard(model[0], mesh=rank_mesh((world_size,), ("shard",)))
-    manager = CheckpointManager(path)
-    gather, seen = dist.all_gather_object, []
-    dist.all_gather_object = lambda *arguments, **options: (seen.append(1), gather(*arguments, **options))
-    try:
-        for step in (1, 2):
-            manager.save(step, TrainingState(model), blocking=True)
-    finally:
-        dist.all_gather_object = gather
-    return len(seen)
-
-
-def test_ranks_that_agree_tell_each_other_nothing_more(tmp_path: Path):
-    """They need one small all-reduce. Only ranks that differ exchange data that grows with their number."""
-    assert run_ranks(2, gathers_of_saves, tmp_path) == [0, 0]
 
 
 def state_of_one_rank(rank: int, world_size: int, path: Path) -> None:

@@ -1,9 +1,6 @@
 """`saving.py`: saves that fail, on one rank or on all."""
 
 import re
-import resource
-import shutil
-import signal
 import subprocess
 import sys
 import threading
@@ -35,67 +32,6 @@ from shardkit.core.checkpoint.saving import (
 )
 from tests.core.checkpoint.trainee import Held
 from tests.support import run_ranks
-from tests.support.waiting import await_file
-
-
-def fail_and_try_again(rank: int, world_size: int, path: Path, removable: bool) -> Any:
-    """Rank 0 has a disk of 4 KiB at first. Rank 1 writes when rank 0 has failed, and then when it has looked for it."""
-    own = Held({"values": torch.full((3000,), float(rank))})
-    state = TrainingState(torch.nn.Linear(3, 2), per_rank={"own": own})
-    manager = CheckpointManager(path)
-    manager.save(4, state, blocking=True)
-    write_part, limit = saving.write_part, resource.getrlimit(resource.RLIMIT_FSIZE)
-    rmtree, fail, read_part = shutil.rmtree, saving.Save._fail, saving.read_part
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    has_failed, has_looked = (path.with_name(f"{path.name}-{what}") for what in ("failed", "looked"))
-    signs = iter([has_failed, has_looked])
-
-    def later(*arguments: Any) -> None:
-        await_file(sign := next(signs), f"rank 0 makes {sign.name}")
-        write_part(*arguments)
-
-    def fail_and_tell(save: saving.Save, error: BaseException) -> None:
-        fail(save, error)
-        has_failed.touch()
-
-    def read_and_tell(directory: Path, whose: int) -> Part | None:
-        found = read_part(directory, whose)
-        if whose == 1:
-            has_looked.touch()
-        return found
-
-    try:
-        if rank == 1:
-            saving.write_part = later
-        else:
-            saving.Save._fail, saving.read_part = fail_and_tell, read_and_tell
-            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limit[1]))
-        shutil.rmtree = rmtree if removable else lambda *arguments, **options: None
-        with pytest.raises(CheckpointError) as failed:
-            manager.save(5, state, blocking=True)
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-        shutil.rmtree = rmtree
-        torch.distributed.barrier()
-        left = [one.name for one in path.iterdir()]
-        torch.distributed.barrier()
-        own.state["values"] += 10
-        manager.save(5, state, blocking=True)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-        saving.write_part, saving.read_part = write_part, read_part
-        shutil.rmtree, saving.Save._fail = rmtree, fail
-    own.state["values"] = torch.zeros(3000)
-    manager.restore(state)
-    return str(failed.value), left, own.state["values"].unique().tolist()
-
-
-@pytest.mark.parametrize("removable", [True, False])
-def test_a_save_that_failed_leaves_nothing_to_the_next_one(tmp_path: Path, removable: bool):
-    """The note of rank 1 does not count either, if it cannot be removed."""
-    for rank, (text, left, values) in enumerate(run_ranks(2, fail_and_try_again, tmp_path, removable)):
-        assert text == f"saving step 5 to {tmp_path} failed on rank 0: File too large (while writing)"
-        assert "step-000004" in left and len(left) == (1 if removable else 2)
-        assert values == [10.0 + rank]
 
 
 def other_directories(rank: int, world_size: int, path: Path) -> str:
