@@ -360,19 +360,6 @@ def test_summon_full_params():
     run_ranks(3, summon)
 
 
-@on_ranks(2)
-def test_state_dicts_of_what_is_not_sharded(rank: int, world_size: int) -> None:
-    """With NO_SHARD every type of state dict is whole. The type is reset at the end of the context."""
-    names = api(OURS)
-    model = wrap(OURS, Setting("NO_SHARD"))
-    for kind in ("SHARDED", "LOCAL"):
-        with names.FSDP.state_dict_type(model, names.StateDictType[f"{kind}_STATE_DICT"]):
-            assert_same_tensors(dict(build().state_dict()), model.state_dict(), rtol=0, atol=0)
-    with pytest.raises(ZeroDivisionError), names.FSDP.state_dict_type(model, names.StateDictType.LOCAL_STATE_DICT):
-        raise ZeroDivisionError
-    assert names.FSDP.get_state_dict_type(model).state_dict_type is names.StateDictType.FULL_STATE_DICT
-
-
 # -- construction ------------------------------------------------------------------------------------------------------
 
 
@@ -629,3 +616,37 @@ def test_loading_files_of_which_one_is_wrong(rank: int, world_size: int) -> None
             state["blocks.0._flat_param"] = state["_flat_param"]
         with pytest.raises(RuntimeError, match=r"rank 1 of the shard group: 'blocks.0._flat_param' has"):
             model.load_state_dict(state)
+
+
+@on_ranks(2)
+def test_gradients_that_wait_are_not_summoned(rank: int, world_size: int) -> None:
+    """There are no whole gradients yet; stock raises AssertionError."""
+    fsdp = api(OURS).FSDP
+    model = wrap(OURS, Setting())
+    with model.no_sync():
+        loss_of(model, rank, 0).backward()
+    with (
+        pytest.raises(RuntimeError, match=r"a gradient of parameter '.*inp\.weight' waits for its reduction"),
+        fsdp.summon_full_params(model, with_grads=True),
+    ):
+        pass
+    with fsdp.summon_full_params(model):
+        pass
+
+
+@on_ranks(2)
+def test_parameters_that_are_written_behind_its_back_are_refused(rank: int, world_size: int) -> None:
+    """Other rows of the page's table show the error of forward."""
+    fsdp = api(OURS).FSDP
+    model: Any = wrap(OURS, Setting(policy=False), nn.Linear(8, 8))
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 2
+    for use in (model.state_dict, fsdp.summon_full_params(model).__enter__):
+        with pytest.raises(RuntimeError, match=r"data of parameter 'weight' was replaced"):
+            use()
+    model = wrap(OURS, Setting(policy=False), nn.Linear(8, 8))
+    model.module.weight = nn.Parameter(torch.ones(3, 2))
+    for use in (model.state_dict, fsdp.summon_full_params(model).__enter__):
+        with pytest.raises(ValueError, match="parameter 'weight' was replaced by a plain tensor"):
+            use()
+    assert model.module.weight.shape == (3, 2), "the user's parameter is not thrown away"

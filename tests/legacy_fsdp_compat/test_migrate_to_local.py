@@ -249,11 +249,6 @@ def built() -> tuple[nn.Module, dict[str, Any]]:
     return model, fsdp_arguments(api(OURS), "tied", model, True, False)
 
 
-def by_default() -> tuple[nn.Module, dict[str, Any]]:
-    """For --model: FSDP without arguments."""
-    return build("tied", 0), {}
-
-
 def arguments(use_orig_params: bool, **units: Any) -> dict[str, Any]:
     shapes = shapes_of_file_of_tied()
     return {
@@ -300,45 +295,6 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main([source, str(tmp_path / "no"), *local, "--ranks", "3", "--like", source]) == 2
     assert "does not show how the model is wrapped" in capsys.readouterr().err
     assert not (tmp_path / "no").exists() and not (tmp_path / "no.partial").exists()
-
-
-def test_no_arguments_are_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """FSDP without arguments around the whole model is a wrapping. A function that returns no arguments is an error."""
-    source, config = str(plain(tmp_path)), tmp_path / "config.json"
-    buffers = [name for name in shapes_of_file_of_tied() if "scale" in name]
-    config.write_text(json.dumps({**arguments(False), "units": {"": None}, "buffers": buffers}))
-    local = ["--to", "local", "--ranks", "2", "--no-progress"]
-    assert main([source, str(tmp_path / "a"), *local, "--config", str(config)]) == 0
-    assert main([source, str(tmp_path / "b"), *local, "--model", f"{__name__}:by_default"]) == 0
-    for rank in range(2):
-        assert records(tmp_path / "a" / f"rank{rank}.pt") == records(tmp_path / "b" / f"rank{rank}.pt")
-    assert main([source, str(tmp_path / "no"), *local, "--model", f"{__name__}:Tied"]) == 2
-    assert "that returns the model and the arguments" in capsys.readouterr().err
-
-
-def test_it_goes_on_after_an_interruption(tmp_path: Path):
-    checkpoint = open_checkpoint(plain(tmp_path))
-    config = tmp_path / "config.json"
-    config.write_text(json.dumps(arguments(True)))
-    ranks, calls = LocalRanks(3, wrapping_of_file(config)), 0
-
-    def interrupt(nbytes: int) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == 5:
-            raise KeyboardInterrupt
-
-    convert(checkpoint, tmp_path / "at once", "local", ranks=ranks)
-    with pytest.raises(KeyboardInterrupt):
-        convert(checkpoint, tmp_path / "out", "local", ranks=ranks, progress=interrupt)
-    assert not (tmp_path / "out").exists()
-    config.write_text(json.dumps(arguments(False)))
-    with pytest.raises(CheckpointError, match="another source, or to another format"):
-        convert(checkpoint, tmp_path / "out", "local", ranks=LocalRanks(3, wrapping_of_file(config)))
-    done = convert(checkpoint, tmp_path / "out", "local", ranks=ranks)
-    assert done.resumed == 4
-    for rank in range(3):
-        assert records(tmp_path / "out" / f"rank{rank}.pt") == records(tmp_path / "at once" / f"rank{rank}.pt")
 
 
 def without(config: dict[str, Any], key: str) -> dict[str, Any]:

@@ -355,21 +355,3 @@ def test_factored_state(use_orig_params: bool, kind: str):
     assert seen.keys() == expected.keys()
     for name, values in expected.items():
         assert_same_tensors(values, seen[name], **TOLERANCE)
-
-
-@on_ranks(2)
-def test_torchs_adafactor_refuses_sharded_matrices(rank: int, world_size: int) -> None:
-    """If it steps one day, change the documentation. With NO_SHARD it steps, as in one process."""
-    model = wrap(OURS, Setting())
-    loss_of(model, rank, 0).backward()
-    with pytest.raises(RuntimeError, match="in-place operations that require placement changes"):
-        torch.optim.Adafactor(model.parameters()).step()
-    replicated, plain = wrap(OURS, Setting(strategy="NO_SHARD")), build()
-    optimizers = [torch.optim.Adafactor(one.parameters()) for one in (replicated, plain)]
-    for step in range(2):
-        loss_of(replicated, rank, step).backward()
-        (sum(loss_of(plain, one, step) for one in range(world_size)) / world_size).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_same_tensors(dict(plain.state_dict()), whole_state(OURS, replicated), **TOLERANCE)

@@ -1,8 +1,6 @@
 """The doctor: each rule finds its problem, states the cost, and reports nothing otherwise."""
 
-import functools
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -198,57 +196,6 @@ def test_host() -> None:
 
 
 # -- real runs ---------------------------------------------------------------------------------------------------------
-
-
-class Reader(nn.Module):
-    """An embedding and a layer that is used five times in a forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(50, 8)
-        self.layer = nn.Linear(8, 8)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(tokens)
-        for _ in range(5):
-            x = torch.tanh(self.layer(x))
-        return x
-
-
-def _read(rank: int, world_size: int, prepare: Callable[[Any], None] | None) -> Report | None:
-    model: Any = Reader()
-    fully_shard(model.embedding)
-    fully_shard(model.layer)
-    fully_shard(model)
-    if prepare is not None:
-        prepare(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with profile(model, optimizer, warmup=1) as run:
-        for _ in range(3):
-            model(torch.randint(50, (2, 3))).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    return run.report
-
-
-def _heed(model: Any) -> None:
-    """The changes that the doctor advises."""
-    model.embedding.set_unshard_in_backward(False)
-    model.layer.set_reshard_after_forward(False)
-    model.layer.set_reshard_after_backward(False)
-
-
-def test_advice_that_is_followed_makes_the_finding_go_away() -> None:
-    # The cost of a gather, and so whether there is a finding, depends on the machine. So the gathers are counted.
-    before, after = (run_ranks(2, functools.partial(_read, prepare=advice))[0] for advice in (None, _heed))
-    assert _gathers(before, "embedding") == {"forward": 2, "backward": 2}
-    assert sum(_gathers(before, "layer").values()) == 2  # a repeated layer keeps its memory from one use to the next
-    assert _gathers(after, "embedding") == {"forward": 2}
-    assert sum(_gathers(after, "layer").values()) <= 2 * 2
-
-
-def _gathers(made: Report, fqn: str) -> dict[str, int]:
-    return {one.phase: one.count for one in made.collectives if one.kind == "all-gather" and one.fqn == fqn}
 
 
 def test_the_command_speaks_plainly_and_refuses_what_is_no_report(

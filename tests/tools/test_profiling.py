@@ -1,16 +1,12 @@
 """Profiles of real runs: exact bytes and counts, over transports and world sizes."""
 
-import contextlib
 import functools
-import itertools
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
@@ -20,7 +16,6 @@ from shardkit.tools.doctor import diagnose
 from shardkit.tools.profiling import Profile, profile
 from shardkit.tools.profiling.memory import _OF_KIND
 from shardkit.tools.profiling.recorder import _limits_of_control_groups
-from shardkit.tools.report.measures import times_last
 from shardkit.tools.report.schema import Rank, Report
 from tests.support import rank_mesh, run_ranks
 from tests.tools.profiled import BATCH, BLOCK_BYTES, BLOCKS, ROOT_BYTES, WIDTH, profiled, sharded_chain, train
@@ -315,48 +310,6 @@ def test_its_own_cost_is_told() -> None:
         assert 0 < rank.overhead.share < 1
         assert rank.overhead.entries > 100
         assert not rank.truncated
-
-
-_LATE = 0.1
-"""Seconds by which rank 1 is late, at least."""
-
-
-def _one_comes_late(rank: int, world_size: int) -> Report | None:
-    model = sharded_chain()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    store, forwards = dist.distributed_c10d._get_default_store(), itertools.count()
-
-    def come_late(*_: Any) -> None:
-        if rank == 0:
-            waits.append(next(forwards))
-        else:
-            store.wait([f"forward {next(forwards)}"])
-            time.sleep(_LATE)
-
-    def tell_that_rank_0_waits(event: events.Event) -> None:
-        if isinstance(event, events.WaitStarted) and waits:
-            store.set(f"forward {waits.pop()}", "")
-
-    waits: list[int] = []
-    model.register_forward_pre_hook(come_late, prepend=True)
-    with contextlib.ExitStack() as until_the_end:
-        if rank == 0:
-            until_the_end.enter_context(events.subscribe(tell_that_rank_0_waits))
-        for _ in range(2):
-            train(model, optimizer)
-        with profile(model, optimizer) as run:
-            for _ in range(2):
-                train(model, optimizer)
-    return run.report
-
-
-def test_who_starts_last_is_counted() -> None:
-    report = run_ranks(2, _one_comes_late, isolated=True)[0]
-    assert report is not None
-    # Rank 1 begins its forward when rank 0 waits for it already: its next operation starts late, in both steps.
-    late = [one for one in report.collectives if one.last.get("1") == one.count == 2 and one.skew >= _LATE]
-    assert late, [(one.fqn, one.kind, one.phase, one.last, one.skew) for one in report.collectives]
-    assert times_last(report)[1] == sum(one.last.get("1", 0) for one in report.collectives)
 
 
 def _two_optimizers(rank: int, world_size: int) -> Report | None:
