@@ -262,7 +262,7 @@ class Row:
         self.passes: list[list[Seen]] = []
 
     def facts(self) -> dict[str, Any]:
-        """Seconds of the slowest process in each round, bytes by trainer, bytes of memory of the fullest processes."""
+        """Seconds of the slowest process, bytes by trainer, bytes of memory of the fullest processes."""
 
         def slowest(values: Callable[[Seen], list[float]], processes: slice) -> list[float]:
             rounds = [zip(*map(values, one[processes]), strict=True) for one in self.passes]
@@ -275,6 +275,7 @@ class Row:
         return {
             "whole": slowest(lambda one: one.whole, slice(None)),
             "still": slowest(lambda one: one.still, senders),
+            "copy": [round(max(one.copy for one in found[senders]), 4) for found in self.passes],
             "sent": [one.nbytes for one in self.passes[-1][senders]],
             "sender_memory": fullest(senders),
             "receiver_memory": fullest(receivers),
@@ -284,10 +285,10 @@ class Row:
 def table(rows: dict[tuple[str, int, str], dict[str, Any]]) -> Iterator[str]:
     """The facts of all rows."""
     yield (
-        "| link | receivers | way | all have it, s | of gather's | trainers stand still, s | sent by rank 0 + 1, MB "
-        "| MiB of a sender | MiB of a receiver |"
+        "| link | receivers | way | all have it, s | of gather's | trainers stand still, s | a copy, s "
+        "| sent by rank 0 + 1, MB | MiB of a sender | MiB of a receiver |"
     )
-    yield "|---|---|---|---|---|---|---|---|---|"
+    yield "|---|---|---|---|---|---|---|---|---|---|"
     for (link, receivers, way), one in rows.items():
         whole, ratio = statistics.median(one["whole"]), ""
         if gather := rows.get((link, receivers, "gather")):
@@ -295,11 +296,19 @@ def table(rows: dict[tuple[str, int, str], dict[str, Any]]) -> Iterator[str]:
         sent = " + ".join(f"{nbytes / 1e6:.1f}" for nbytes in one["sent"])
         memory = f"{one['sender_memory'] >> 20} | {one['receiver_memory'] >> 20}"
         times = f"{whole:.3f} [{min(one['whole']):.3f}-{max(one['whole']):.3f}]"
-        still = f"{statistics.median(one['still']):.3f}"
-        yield f"| {link} | {receivers} | {way} | {times} | {ratio} | {still} | {sent} | {memory} |"
+        still, copy = (f"{statistics.median(one[key]):.3f}" for key in ("still", "copy"))
+        yield f"| {link} | {receivers} | {way} | {times} | {ratio} | {still} | {copy} | {sent} | {memory} |"
 
 
-def one_pass(link: str, options: argparse.Namespace, rows: dict[tuple[str, int, str], Row]) -> None:
+def save(path: Path, facts: dict[str, Any], rows: dict[tuple[str, int, str], Row]) -> None:
+    """Writes all rows as they are now."""
+    every = [{"link": link, "receivers": count, "way": way, **one.facts()} for (link, count, way), one in rows.items()]
+    path.write_text(json.dumps({**facts, "rows": every}, indent=1) + "\n")
+
+
+def one_pass(
+    link: str, options: argparse.Namespace, facts: dict[str, Any], rows: dict[tuple[str, int, str], Row]
+) -> None:
     """Runs all ways over a link, one after the other. Raises NoLink if it cannot be made here."""
     with contextlib.ExitStack() as stack:
         sides = None if link == "none" else stack.enter_context(shaped_link(link))
@@ -314,6 +323,8 @@ def one_pass(link: str, options: argparse.Namespace, rows: dict[tuple[str, int, 
                 case = Case(way, receivers, options.width, options.rounds, host, port, sides, directory)
                 rows.setdefault((link, receivers, way), Row()).passes.append(measured(case))
             print(f"{link}, {receivers} receivers, {way}: measured", file=sys.stderr)
+            if options.json is not None:  # each time, in case that this is stopped
+                save(options.json, facts, rows)
 
 
 def main() -> None:
@@ -327,20 +338,16 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write everything here as well")
     options = parser.parse_args()
     facts = surroundings("cpu", "adamw", None)
+    del facts["optimizer"], facts["link"]
     rows: dict[tuple[str, int, str], Row] = {}
-    for link in [*options.links] * options.passes:
-        try:
-            one_pass(link, options, rows)
-        except NoLink as error:
-            print(error, file=sys.stderr)
-    found = {row: one.facts() for row, one in rows.items()}
-    for line in table(found):
+    for _ in range(options.passes):
+        for link in options.links:
+            try:
+                one_pass(link, options, facts, rows)
+            except NoLink as error:
+                print(error, file=sys.stderr)
+    for line in table({row: one.facts() for row, one in rows.items()}):
         print(line)
-    copies = [max(one.copy for one in seen[:SENDERS]) for row in rows.values() for seen in row.passes]
-    print(f"\nA copy of a trainer's shards, by itself: {statistics.median(copies):.3f} s.")
-    if options.json is not None:
-        every = [{"link": link, "receivers": number, "way": way, **one} for (link, number, way), one in found.items()]
-        options.json.write_text(json.dumps({**facts, "copy": copies, "rows": every}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

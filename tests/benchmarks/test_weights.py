@@ -23,5 +23,5 @@ def test_tiny_comparison(tmp_path):
     assert all(len(row["whole"]) == len(row["still"]) == 2 for row in rows)
     assert sum(sockets["sent"]) == sum(in_place["sent"])  # the script compares it with the bytes wanted
     assert gather["sent"][0] > sum(sockets["sent"]) and gather["sent"][1] == 0
-    assert in_place["still"] == in_place["whole"]
+    assert all(row["sender_memory"] > 0 and row["receiver_memory"] > 0 for row in rows)
     assert done.stdout.count("| none | 2 |") == 3
