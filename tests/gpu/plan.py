@@ -50,7 +50,10 @@ def _as_stock(cases: Sequence[tuple[Any, ...]], function: str = "right:parity") 
 _PLACED = Check("Owned and Blocks", "right:placed")
 _RACES = tuple(
     Check(f"races, {name}", "right:races", (name,))
-    for name in ("fp32", "bf16", "kept", "HSDP", "offload", "overlapped", "activations")
+    for name in (
+        *("fp32", "bf16", "kept", "HSDP", "offload", "activations"),
+        *("overlapped", "overlapped on the device", "overlapped with backward"),
+    )
 )
 _STEPS = (
     Check("a bf16 step", "right:first_step", limit=60),

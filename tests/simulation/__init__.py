@@ -13,7 +13,7 @@ their costs; add a row there. A row has forward+backward of stock's first and la
 has 3 TB/s and links have 400 GB/s. `Timeline.trace` has (begin, end, stream, name) of everything that took time.
 
 The checker (`races.py`) keeps vector clocks; `configurations.py` has the programs that it runs, `faults.py` the faults
-that it must find.
+that it must find. `threads.py` has the thread that overlapped steps run on, for both.
 
 `capture.py` has the rules of CUDA graphs: it captures a step, replays it and compares with eager steps. `addresses.py`
 notes where unsharded parameters lie.

@@ -12,11 +12,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import shardkit.core as ours
-from shardkit.core.beyond import offload_activations
+from shardkit.core.beyond import offload_activations, overlap_step
 from tests.simulation.device import Stream
 from tests.simulation.model import BlockSpec
 from tests.simulation.races import Checker
 from tests.simulation.scenarios import recompute, three_buffers, two_ahead
+from tests.simulation.threads import CheckedThread, stepping_on
 from tests.simulation.training import (
     Run,
     Scenario,
@@ -49,9 +50,9 @@ class Configuration:
 def check(configuration: Configuration, engine: str = "ours", checker: Checker | None = None) -> Checker:
     """Trains a few steps, watched; the optimizer runs on the default stream, or on the host for offloaded shards."""
     checker = checker or Checker()
-    with started(configuration.scenario, engine, checker, lambda: 0.0) as run:
-        params = [param for param in run.model.parameters() if param.requires_grad]
-        run.optimizer = torch.optim.SGD(params, lr=0.1)
+    scenario = configuration.scenario
+    with started(scenario, engine, checker, lambda: 0.0) as run, stepping_on(CheckedThread(checker)):
+        run.optimizer = scenario.optimizer([param for param in run.model.parameters() if param.requires_grad])
         for _ in take_steps(run):
             if "stepped" not in run.kept:
                 optimize(run)
@@ -194,6 +195,18 @@ def _half_a_backward(run: Run) -> None:
     torch.zeros(4, device="sim")
 
 
+def _read_on_a_side_stream(run: Run) -> None:
+    whole_step(run)
+    optimize(run)
+    module, main, side = torch.get_device_module("sim"), None, _side_stream(run)
+    main = module.current_stream()
+    side.wait_stream(main)
+    with module.stream(side):
+        for parameter in run.model.parameters():
+            parameter.to_local().clone()
+    main.wait_stream(side)
+
+
 def _interrupted(run: Run) -> None:
     whole_step(run)
     optimize(run)
@@ -222,6 +235,21 @@ def _optimizer_on_a_stream(run: Run) -> None:
     with module.stream(side):
         run.optimizer.step()
     run.kept["stepped"] = side.record_event()
+
+
+# -- ways to optimize --------------------------------------------------------------------------------------------------
+
+
+def _overlapped(params: list[nn.Parameter]) -> Any:
+    optimizer = torch.optim.SGD(params, lr=0.1, momentum=0.9, foreach=False)
+    overlap_step(optimizer)
+    return optimizer
+
+
+def _overlapped_in_backward(params: list[nn.Parameter]) -> Any:
+    optimizer = torch.optim.SGD(params, lr=0.1, momentum=0.9, foreach=False)
+    overlap_step(optimizer, when="backward")
+    return optimizer
 
 
 # -- ways to build -----------------------------------------------------------------------------------------------------
@@ -325,6 +353,12 @@ def _skip(step: int, count: int) -> list[int]:
     return [index for index in range(count) if (index + step) % 3] if step else list(range(count))
 
 
+def _last_left_out(step: int, count: int) -> list[int]:
+    """The last block is not gathered between two steps, and then it is the first to be."""
+    every = list(range(count))
+    return (every, every[:-1], every[::-1])[step]
+
+
 def configuration(name: str, *, on_stock: bool = True, **given: Any) -> Configuration:
     """A scenario of a few small blocks."""
     given = {"blocks": (ODD,) * 5, "steps": 3, **given}
@@ -383,6 +417,29 @@ CONFIGURATIONS: list[Configuration] = [
         "activations on the host, half a backward", prepare=_all_activations, step=_half_a_backward, on_stock=False
     ),
     configuration("optimizer in backward", prepare=_in_backward),
+    *(
+        configuration(f"overlapped steps{name}", optimizer=_overlapped, on_stock=False, **given)
+        for name, given in (
+            ("", {}),
+            (", bf16", {"mixed": True}),
+            (", HSDP", {"replicas": 2}),
+            (", accumulation", {"step": accumulating}),
+            (", the last block is left out", {"order": _last_left_out}),
+            (", read on a side stream", {"step": _read_on_a_side_stream}),
+            (", evaluation between", {"step": _evaluate_between}),
+            (", CPU offload", {"offload": {}}),
+            (", CPU offload, bf16, accumulation", {"offload": {}, "mixed": True, "step": accumulating}),
+        )
+    ),
+    *(
+        configuration(f"steps in backward{name}", optimizer=_overlapped_in_backward, on_stock=False, **given)
+        for name, given in (
+            ("", {}),
+            (", HSDP", {"replicas": 2}),
+            (", accumulation", {"step": accumulating}),
+            (", CPU offload", {"offload": {}}),
+        )
+    ),
     configuration("optimizer in backward, HSDP", prepare=_in_backward, replicas=2),
     configuration("optimizer in backward, HSDP, not the last", prepare=_in_backward, replicas=2, step=_not_the_last),
     configuration("side stream", step=_on_a_side_stream),

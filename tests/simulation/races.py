@@ -2,7 +2,8 @@
 
 A stream's clock counts its kernels, and its *known* vector says how many kernels of every other stream have ended
 before the next kernel on it. Events carry that vector, and waiting joins it. The host has one, too, which everything
-inherits that it queues later. Every allocation remembers its accesses until a later write covers them.
+inherits that it queues later. A thread beside the host counts as a stream, whose kernels are its accesses. Every
+allocation remembers its accesses until a later write covers them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import torch.distributed as dist
 
 from tests.simulation.device import Access, Allocation, Observer
 
-_OURS = ("device.py", "races.py", "faults.py", "capture.py")
+_OURS = ("device.py", "races.py", "faults.py", "capture.py", "threads.py")
+_THREAD = -2
 _LOOKED_THROUGH = ("<", sys.prefix, torch.__path__[0], *(str(Path(__file__).with_name(name)) for name in _OURS))
 _ENGINE = "/shardkit/"
 
@@ -110,6 +112,8 @@ class Checker(Observer):
         self._streams: dict[int, Known] = {}
         self._events: dict[int, Known] = {}
         self._host: Known = {}
+        self._thread: Known = {}
+        self._in_thread = False
         self._pools: dict[int, dict[int, _Past]] = {}  # the last use, by each stream, of memory that went back
         self._module = "start"
 
@@ -176,7 +180,26 @@ class Checker(Observer):
         self._run(name, stream, accesses, reads_padding=True)
 
     def host_used(self, access: Access) -> None:
-        self._check(access, -1, 0, self._host, f"the host at {calling_site()}")
+        if self._in_thread:
+            self._host[_THREAD] = self._host.get(_THREAD, 0) + 1
+            self._check(access, _THREAD, self._host[_THREAD], self._host, f"a thread at {calling_site()}")
+        else:
+            self._check(access, -1, 0, self._host, f"the host at {calling_site()}")
+
+    def beside(self, work: Callable[[], None]) -> Known:
+        """Does work of a thread that the host goes on beside, after its earlier work; returns what it knows then."""
+        join(self._thread, self._host)
+        host, self._host, self._in_thread = self._host, self._thread, True
+        try:
+            work()
+        finally:
+            self._host, self._in_thread = host, False
+        return dict(self._thread)
+
+    def host_joins(self, ended: Known) -> None:
+        """The host waits for work of a thread."""
+        if self._kept(calling_site()):
+            join(self._host, ended)
 
     def _run(self, name: str, stream: int, accesses: Sequence[Access], *, reads_padding: bool) -> None:
         if len(self.findings) >= self._limit:

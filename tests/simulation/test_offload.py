@@ -1,17 +1,23 @@
-"""CPU offload: what goes from the host to the device is the shard itself, in its own dtype."""
+"""CPU offload: what goes from the host to the device is the shard itself, in its own dtype. Steps beside forward."""
 
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeAlias
 
 import pytest
 import torch
 
-from shardkit.core import CPUOffloadPolicy
-from tests.simulation.configurations import CONFIGURATIONS, ODD, optimize
+from shardkit.core import CPUOffloadPolicy, overlap_step
+from tests.simulation.configurations import CONFIGURATIONS, ODD, check, optimize
 from tests.simulation.device import Access, Allocation, Observer
-from tests.simulation.training import started, take_steps
+from tests.simulation.model import BlockSpec
+from tests.simulation.races import Checker
+from tests.simulation.scenarios import rates
+from tests.simulation.threads import TimedThread, stepping_on
+from tests.simulation.timeline import Timeline
+from tests.simulation.training import SHARDS, Scenario, started, take_steps
 
 Transfer: TypeAlias = tuple[list[tuple[int, int]], bytes]
 """Where a copy to the device read pinned memory, with the number of bytes, and what has arrived."""
@@ -112,3 +118,81 @@ def test_some_parameters_stay_on_the_device(policy: Any, on_device: Callable[...
     places, of_gradients, copied = on_device(homes, "plain", {"offload_policy": policy})
     assert places == of_gradients == ["cpu", "sim", "sim"]
     assert copied
+
+
+BLOCKS, BLOCK = 24, BlockSpec(shapes=((64, 64), (64,)))
+FORWARD = BLOCKS * BLOCK.forward
+
+
+def time_of_a_step(
+    engine: str, when: str | None, *, transfer: float = 0.0, on_host: float = 0.0, on_device: float = 0.0
+) -> float:
+    """Of the last of three steps, optimizer included, which runs as `when` says, or in `step()` if that is None.
+
+    Shards are offloaded if a shard of a block takes a `transfer` between host and device. The optimizer takes as long
+    as the other arguments say for all of them, and does not run if it takes no time.
+    """
+    elements = BLOCKS * BLOCK.numel / SHARDS
+    timeline = Timeline(replace(rates(block=BLOCK, transfer=transfer), copy=on_device / (3 * 4 * elements)))
+    scenario = Scenario("steps", blocks=(BLOCK,) * BLOCKS, steps=3, offload={} if transfer else None)
+    thread = TimedThread(timeline, on_host / elements)
+    with started(scenario, engine, timeline, timeline.clock) as run, stepping_on(thread):
+        run.optimizer = torch.optim.SGD(run.model.parameters(), lr=0.1, foreach=False)
+        if when is not None:
+            overlap_step(run.optimizer, when=when)  # type: ignore[arg-type]
+        ends = [0.0]
+        for _ in take_steps(run):
+            if on_host or on_device:
+                run.optimizer.step()
+            run.optimizer.zero_grad()
+            timeline.host += on_host if when is None else 0.0
+            ends.append(timeline.clock())
+        return ends[-1] - ends[-2]
+
+
+@pytest.mark.parametrize("when", ["auto", "backward"])
+@pytest.mark.parametrize(("transfer", "step"), [(6.0, 0.4 * FORWARD), (9.0, 0.9 * FORWARD)])
+def test_a_step_on_the_host_is_hidden(when: str, transfer: float, step: float, on_device: Callable[..., Any]) -> None:
+    without = on_device(partial(time_of_a_step, "ours", None))
+    assert on_device(partial(time_of_a_step, "ours", when, transfer=transfer, on_host=step)) <= 1.05 * without
+
+
+@pytest.mark.parametrize("when", ["auto", "backward"])
+@pytest.mark.parametrize("transfer", [2.0, 15.0, 40.0])
+@pytest.mark.parametrize("step", [0.1 * FORWARD, FORWARD, 5 * FORWARD])
+def test_it_takes_no_longer_than_stocks(when: str, transfer: float, step: float, on_device: Callable[..., Any]) -> None:
+    times = {"transfer": transfer, "on_host": step}
+    stock = on_device(partial(time_of_a_step, "stock", None, **times))
+    assert on_device(partial(time_of_a_step, "ours", when, **times)) <= stock
+
+
+@pytest.mark.parametrize("when", ["auto", "backward"])
+def test_a_step_on_the_device_is_hidden(when: str, on_device: Callable[..., Any]) -> None:
+    """As far as kernels on two streams do not slow each other down, which the timeline does not know."""
+    plain, overlapped = (
+        on_device(partial(time_of_a_step, "ours", one, on_device=0.5 * FORWARD)) for one in (None, when)
+    )
+    assert overlapped <= plain - 0.9 * 0.5 * FORWARD
+
+
+STEPS = [one for one in CONFIGURATIONS if one.name.startswith(("overlapped steps", "steps in backward"))]
+
+
+def unneeded_waits_of_steps() -> tuple[int, set[str]]:
+    """How many waits steps ask for, and those that can be left out without a finding."""
+    places: dict[Any, list[Any]] = {}
+    for one in STEPS:
+        for site in check(one).waited_at:
+            if any("/beyond/" in line for line in site.lines):
+                places.setdefault(site, []).append(one)
+
+    def found(site: Any) -> bool:
+        return any(check(one, checker=Checker(lambda at: at == site, limit=1)).findings for one in places[site])
+
+    return len(places), {str(site) for site in places if not found(site)}
+
+
+def test_every_wait_of_a_step_is_needed(on_device: Callable[..., Any]) -> None:
+    count, unneeded = on_device(unneeded_waits_of_steps)
+    assert count >= 5
+    assert unneeded == set()

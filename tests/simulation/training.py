@@ -123,7 +123,7 @@ class Scenario:
 
     `in_root`: blocks that the root's own group holds; `together`: blocks of one call. `options`: more of `fully_shard`;
     `our_options`: those that stock does not have. `build` runs before sharding and `prepare` after it; `order` before
-    each step, with its number and the number of blocks.
+    each step, with its number and the number of blocks. `optimizer` is made for the parameters that are trained.
     """
 
     name: str
@@ -143,6 +143,7 @@ class Scenario:
     prepare: Callable[[Any], None] = lambda model: None
     order: Callable[[int, int], list[int]] = lambda step, count: list(range(count))
     step: Callable[[Run], None] = whole_step
+    optimizer: Callable[[list[nn.Parameter]], Any] = lambda params: torch.optim.SGD(params, lr=0.1)
 
 
 @contextlib.contextmanager

@@ -3,8 +3,10 @@
 import copy
 import errno
 import os
+import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -461,6 +463,29 @@ def test_what_ends_early_leaves_nothing_behind(tmp_path: Path) -> None:
 
 def _raise(error: type[BaseException], module: nn.Module, args: Any) -> None:
     raise error
+
+
+def test_threads_run_forward_at_once(tmp_path: Path) -> None:
+    model, expected = wide(3).eval(), []
+    inputs = [torch.randn(4, 64, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
+    for x in inputs:
+        expected.append(torch.autograd.grad(model(x).sum(), [*model.parameters()]))
+    offload_activations(model, directory=tmp_path, min_bytes=0)
+    meeting = threading.Barrier(2, timeout=60)
+
+    def meet(*given: Any) -> None:
+        meeting.wait()
+
+    model[1].register_forward_pre_hook(meet)
+
+    def run(x: Tensor) -> tuple[Tensor, ...]:
+        loss = model(x).sum()
+        meeting.wait()
+        return torch.autograd.grad(loss, [*model.parameters()])
+
+    with ThreadPoolExecutor(2) as threads:
+        for seen, plain in zip(threads.map(run, inputs), expected, strict=True):
+            assert all(map(torch.equal, seen, plain))
 
 
 def test_copies_have_pages_of_their_own(tmp_path: Path) -> None:

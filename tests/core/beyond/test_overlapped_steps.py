@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import shardkit.core
-from shardkit.core import clip_grad_norm_, full_state_dict, fully_shard
+from shardkit.core import clip_grad_norm_, full_state_dict, fully_shard, optimizer_step_on_shards
 from shardkit.core.beyond import overlap_step, steps
 from shardkit.core.checkpoint import CheckpointManager
 from shardkit.core.engine.group import FSDPParamGroup
@@ -78,7 +78,16 @@ OPTIMIZERS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def _train(rank: int, world_size: int, case: Case, make: Callable[..., Any], overlapped: bool) -> Trace:
+class Unread(Run):
+    """A run that reads no gradients."""
+
+    def record_gradients(self, step: int, where: str) -> None:
+        pass
+
+
+def _train(
+    rank: int, world_size: int, case: Case, make: Callable[..., Any], kind: type[Run], when: Any = None
+) -> Trace:
     """A run that reads nothing between a step and the next forward."""
     model = build(case)
     shard(model, case, shardkit.core, world_size)
@@ -86,11 +95,11 @@ def _train(rank: int, world_size: int, case: Case, make: Callable[..., Any], ove
         feature.prepare(model, shardkit.core, case.spec)
     few, many = (list(part) for part in (list(model.parameters())[:2], list(model.parameters())[2:]))
     optimizer = make([{"params": few, "weight_decay": 0.1}, {"params": many}])
-    if overlapped:
-        overlap_step(optimizer)
+    if when is not None:
+        overlap_step(optimizer, when=when)
     schedule = next((feature.schedule for feature in case.chosen if feature.schedule), plain)
     rates = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-    run = Run(rank, shardkit.core, case.spec, model, optimizer, Trace())
+    run = kind(rank, shardkit.core, case.spec, model, optimizer, Trace())
     run.reshard_before_update = any(feature.reshard_before_update for feature in case.chosen)
     for step in range(case.steps):
         schedule(run, step)
@@ -100,20 +109,110 @@ def _train(rank: int, world_size: int, case: Case, make: Callable[..., Any], ove
     return run.trace
 
 
-def _same_as_plain(rank: int, world_size: int, case: Case, name: str, options: dict[str, Any]) -> None:
+def _same_as_plain(
+    rank: int, world_size: int, case: Case, name: str, options: dict[str, Any], when: str = "auto"
+) -> None:
     def make(groups: Any) -> torch.optim.Optimizer:
         copied = {key: one.clone() if isinstance(one, torch.Tensor) else one for key, one in options.items()}
         return getattr(torch.optim, name)(groups, **({"lr": 0.05} | copied))
 
-    expected = _train(rank, world_size, case, make, overlapped=False)
-    assert_same_traces(expected, _train(rank, world_size, case, make, overlapped=True), EXACT)
+    kind = Unread if when == "backward" else Run
+    expected = _train(rank, world_size, case, make, kind)
+    assert_same_traces(expected, _train(rank, world_size, case, make, kind, when), EXACT)
     with late():
-        assert_same_traces(expected, _train(rank, world_size, case, make, overlapped=True), EXACT)
+        assert_same_traces(expected, _train(rank, world_size, case, make, kind, when), EXACT)
 
 
 @pytest.mark.parametrize(("name", "options"), OPTIMIZERS, ids=str)
 def test_every_optimizer(name: str, options: dict[str, Any]) -> None:
     run_ranks(2, _same_as_plain, Case("mlp", steps=3), name, options)
+
+
+IN_BACKWARD = [
+    (1, "mlp", ()),
+    (2, "mlp", ("accumulate_no_sync", "offload")),
+    (2, "mlp", ("ignored", "evaluation")),
+    (2, "mlp", ("one_f_one_b",)),
+    (2, "mlp", ("keep_after_backward",)),
+    (3, "transformer", ()),
+    (4, "mlp", ("hsdp_2", "accumulate_no_all_reduce")),
+]
+
+
+@pytest.mark.parametrize(("world_size", "model", "features"), IN_BACKWARD, ids=str)
+def test_steps_in_backward(world_size: int, model: str, features: tuple[str, ...]) -> None:
+    """Each gradient is reduced once for a step; the learning rate changes after each."""
+    run_ranks(world_size, _same_as_plain, Case(model, features, steps=4), "AdamW", {"fused": True}, "backward")
+
+
+@on_ranks(2)
+def test_steps_in_backward_are_hidden_by_it(rank: int, world_size: int) -> None:
+    """A job begins while backward goes on, in backward's order; `step()` waits for none, and starts none again."""
+    pair, seen = Pair(world_size, when="backward"), list[str]()
+    model, optimizer = pair.both[0]
+    run = steps.Job.run
+
+    def noted(job: steps.Job, *args: Any) -> None:
+        seen.append(job.label)
+        run(job, *args)
+
+    pair.step(rank, 0)
+    with pytest.MonkeyPatch.context() as patch, late():
+        patch.setattr(steps.Job, "run", noted)
+        loss_of(model, rank, 1).backward()
+        started = [job.label for job in pair.steps._jobs]
+        optimizer.step()
+        optimizer.zero_grad()
+        assert [job.label for job in pair.steps._jobs] == started
+        assert started == [f"layers.{number}.weight" for number in (3, 2, 1, 0)]
+        assert seen == []
+        loss_of(model, rank, 2)
+        assert sorted(seen) == sorted(started)
+
+
+MISUSES: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
+    "clipping": (lambda model, optimizer: clip_grad_norm_(model.parameters(), 1.0), "is needed before optimizer.step"),
+    "torch's clipping": (
+        lambda model, optimizer: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+        "is needed before optimizer.step",
+    ),
+    "a scaler": (
+        lambda model, optimizer: (scaler := torch.amp.GradScaler("cpu"), scaler.scale(torch.ones(1)))[0].unscale_(
+            optimizer
+        ),
+        "is needed before optimizer.step",
+    ),
+    "another sum": (lambda model, optimizer: loss_of(model, 0, 9).backward(), "is needed before optimizer.step"),
+    "a step that is left out": (
+        lambda model, optimizer: (optimizer.zero_grad(), loss_of(model, 0, 9).backward()),
+        "is needed before optimizer.step",
+    ),
+    "another rate": (
+        lambda model, optimizer: (optimizer.param_groups[0].update(lr=0.5), optimizer.step()),
+        "lr was changed from 0.05 to 0.5 between backward and optimizer.step",
+    ),
+    "a closure": (lambda model, optimizer: optimizer.step(lambda: 0.0), "with a closure, whose backward would"),
+}
+
+
+@on_ranks(2)
+def test_what_cannot_step_in_backward_is_refused(rank: int, world_size: int) -> None:
+    for name, (misuse, message) in MISUSES.items():
+        pair = Pair(world_size, when="backward")
+        model, optimizer = pair.both[0]
+        pair.step(rank, 0)
+        loss_of(model, rank, 1).backward()
+        with pytest.raises(RuntimeError, match=message):
+            misuse(model, optimizer)
+        model.reset_iter_state()
+        optimizer.zero_grad()
+        for one, other in zip(*(model.parameters() for model in pair.models), strict=True):
+            with torch.no_grad():
+                one.copy_(other)
+        optimizer.load_state_dict(copy.deepcopy(pair.optimizers[1].state_dict()))
+        pair.step(rank, 2)
+        pair.step(rank, 3)
+        pair.check(name)
 
 
 FEATURES = [
@@ -140,18 +239,48 @@ def test_every_kind_of_training_step(world_size: int, features: tuple[str, ...])
     run_ranks(world_size, _same_as_plain, Case("mlp", features, steps=3), "AdamW", {"fused": True})
 
 
+@on_ranks(1)
+def test_options_that_are_tensors_are_read_at_once(rank: int, world_size: int) -> None:
+    rates = [(torch.tensor(0.05), (torch.tensor(0.5), torch.tensor(0.9))) for _ in range(2)]
+    with late():
+        pair = Pair(world_size, "Adam")
+        for optimizer, (rate, betas) in zip(pair.optimizers, rates, strict=True):
+            optimizer.param_groups[0] |= {"lr": rate, "betas": betas, "foreach": False}
+        for number in range(3):
+            pair.step(rank, number)
+            for rate, betas in rates:
+                for one in (rate, *betas):
+                    one.mul_(0.9)
+        pair.check("three steps")
+
+
+@on_ranks(1)
+def test_a_step_between_forward_and_backward_raises_as_without(rank: int, world_size: int) -> None:
+    """The parameters of one rank alone are its shards, which autograd has saved, and plain steps count as writes."""
+    with late():
+        pair = Pair(world_size)
+        optimizer_step_on_shards(pair.optimizers[1])
+        pair.step(rank, 0)
+        for model, optimizer in pair.both:
+            loss_of(model, rank, 1).backward()
+            loss = loss_of(model, rank, 2)
+            optimizer.step()
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
+
+
 # -- whoever reads -----------------------------------------------------------------------------------------------------
 
 
 class Pair:
     """Two models that train alike; the first one's steps are overlapped."""
 
-    def __init__(self, world_size: int, name: str = "AdamW", **options: Any) -> None:
+    def __init__(self, world_size: int, name: str = "AdamW", when: Any = "auto", **options: Any) -> None:
         self.models = [_sharded_layers(world_size) for _ in range(2)]
         kind = getattr(torch.optim, name)
         self.optimizers = [kind(model.parameters(), **({"lr": 0.05} | options)) for model in self.models]
         self.both = list(zip(self.models, self.optimizers, strict=True))
-        self.steps = overlap_step(self.optimizers[0])
+        self.steps = overlap_step(self.optimizers[0], when=when)
         assert overlap_step(self.optimizers[0]) is self.steps
 
     def step(self, rank: int, number: int) -> None:
@@ -341,11 +470,11 @@ def test_a_step_returns_at_once_and_forward_goes_on_with_it(rank: int, world_siz
     model.train().requires_grad_(True)
     last = FSDPParamGroup.of(sharded_counterpart(model.layers[3].weight))
     waited: list[bool] = []
-    model.layers[1].register_forward_hook(lambda *_: waited.append(not last.written_by))
+    model.layers[1].register_forward_hook(lambda *_: waited.append(not last.before_gather))
     gate.set()
     loss_of(model, rank, 2)
     assert waited == [False]
-    assert not last.written_by
+    assert not last.before_gather
     assert {type(one) for one in model.parameters()} == {DTensor}
 
 
@@ -456,3 +585,22 @@ def test_the_end_of_a_program_waits(shape: str, seen: str) -> None:
     command = [sys.executable, "-c", PROGRAM.replace("FIRST", shape)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert seen in ended.stdout + ended.stderr, ended.stderr
+
+
+EXPORT = """
+import sys
+from shardkit.core import fully_shard
+assert not [name for name in sys.modules if "beyond" in name]
+from shardkit.core import FileTier, offload_activations, overlap_step
+from shardkit.core import *
+import shardkit.core
+try:
+    shardkit.core.nothing
+except AttributeError as error:
+    print(error)
+"""
+
+
+def test_core_has_the_names_and_imports_them_when_asked() -> None:
+    ended = subprocess.run([sys.executable, "-c", EXPORT], capture_output=True, text=True, timeout=120, check=True)
+    assert ended.stdout == "module 'shardkit.core' has no attribute 'nothing'; see its __all__ for those it has\n"

@@ -55,40 +55,51 @@ class Runs:
         assert_same(*(optimizer.state_dict() for optimizer in self.optimizers), where)
 
 
-def _train(rank: int, world_size: int, path: Path, name: str, options: dict[str, Any]) -> None:
-    total = 2 * 4 * (WIDTH * WIDTH + WIDTH) * LAYERS // world_size
-    tier = FileTier(path, total // 4)
-    seen: list[int] = []
+def _train(rank: int, world_size: int, path: Path, name: str, options: dict[str, Any], parameters: bool) -> None:
+    total = (2 + parameters) * 4 * (WIDTH * WIDTH + WIDTH) * LAYERS // world_size
+    tier = FileTier(path, total // 4, parameters=parameters)
+    seen, gathered = list[int](), list[int]()
     run = steps.Job.run
 
-    def measured(job: steps.Job, threads: int) -> None:
-        run(job, threads)
+    def measured(job: steps.Job, *args: Any) -> None:
+        run(job, *args)
         seen.append(_resident(path))
 
     steps.Job.run = measured  # type: ignore[method-assign]
     try:
         runs = Runs(world_size, tier, name, **options)
+        for layer in runs.models[0] if parameters else ():
+            layer.register_forward_hook(lambda *_: gathered.append(_resident(path)))
         for number in range(4):
             runs.step(10 * number + rank)
         runs.check("four steps")
         assert len(seen) == 4 * LAYERS
-        assert max(seen) <= tier.resident + LAYERS * resource.getpagesize(), seen
+        most = tier.resident + parameters * total // (3 * LAYERS) + 2 * LAYERS * resource.getpagesize()
+        assert max(seen) <= most, seen  # a step beside a gather: the shards of a group may come on top
+        assert not gathered or max(gathered) <= tier.resident + 2 * LAYERS * resource.getpagesize(), gathered
         assert max(seen) > total // 8  # a part stays
         assert list(path.iterdir()) == []
         runs.optimizers[0].load_state_dict(copy.deepcopy(runs.optimizers[1].state_dict()))
         runs.step(50 + rank)
         runs.check("a load and a step")
-        assert _resident(path) <= total + LAYERS * resource.getpagesize()  # the files from before the load are free
+        for model in runs.models:
+            model.load_state_dict({name: one.detach() * 0.5 for name, one in model.state_dict().items()})
+        runs.step(60 + rank)
+        runs.step(70 + rank)
+        runs.check("weights alone, and two steps")
+        # The files from before the load are free.
+        assert _resident(path) <= total + 2 * LAYERS * resource.getpagesize()
     finally:
         steps.Job.run = run  # type: ignore[method-assign]
 
 
+@pytest.mark.parametrize("parameters", [False, True], ids=["state", "state and shards"])
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize(("name", "options"), [("AdamW", {"fused": True}), ("Adam", {"foreach": False})], ids=str)
 def test_state_of_four_times_what_may_be_resident(
-    tmp_path: Path, world_size: int, name: str, options: dict[str, Any]
+    tmp_path: Path, world_size: int, name: str, options: dict[str, Any], parameters: bool
 ) -> None:
-    run_ranks(world_size, _train, tmp_path, name, options)
+    run_ranks(world_size, _train, tmp_path, name, options, parameters)
 
 
 def _save(rank: int, world_size: int, path: Path) -> Any:

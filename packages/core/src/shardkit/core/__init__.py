@@ -1,5 +1,7 @@
 """shardkit.core: fully sharded data parallelism for PyTorch on a collective runtime of its own."""
 
+from typing import TYPE_CHECKING, Any
+
 from shardkit.core import events
 from shardkit.core.checkpoint import full_state_dict, load_full_state_dict, save_full_state_dict
 from shardkit.core.clip import clip_grad_norm_, grad_norm
@@ -29,6 +31,9 @@ from shardkit.core.policies import (
 from shardkit.core.replicas import broadcast_replicas
 from shardkit.core.version import __version__
 
+if TYPE_CHECKING:
+    from shardkit.core.beyond import FileTier, offload_activations, overlap_step
+
 __all__ = [
     "AllGather",
     "Blocks",
@@ -36,6 +41,7 @@ __all__ = [
     "CompressionPolicy",
     "DataParallelMeshDims",
     "FSDPModule",
+    "FileTier",
     "GradientReductionHandle",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
@@ -54,7 +60,9 @@ __all__ = [
     "load_full_state_dict",
     "materialize",
     "newton_schulz_flops",
+    "offload_activations",
     "optimizer_step_on_shards",
+    "overlap_step",
     "placements_for",
     "plan_owners",
     "register_fsdp_forward_method",
@@ -62,3 +70,12 @@ __all__ = [
     "share_comm_ctx",
     "uninstall",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Training beyond memory is imported when it is asked for."""
+    if name not in ("FileTier", "offload_activations", "overlap_step"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; see its __all__ for those it has")
+    from shardkit.core import beyond
+
+    return getattr(beyond, name)

@@ -40,6 +40,7 @@ import itertools
 import mmap
 import os
 import tempfile
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -461,11 +462,14 @@ class _Tier:
         self._directory = directory
         self._module: Any = None  # of the device: streams
         self._stream: Any = None
+        self._lock = threading.Lock()
 
     def takes(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies on the device whose tensors move: that of the first one."""
         if self.device is None and tensor.device.type != ("meta" if self._directory else "cpu"):
-            self._begin(tensor.device)
+            with self._lock:  # threads may run forward at once
+                if self.device is None:
+                    self._begin(tensor.device)
         return tensor.device == self.device
 
     def _begin(self, device: torch.device) -> None:
@@ -474,10 +478,10 @@ class _Tier:
                 f"offload_activations got directory {self._directory!r}, and the activations are on {device}; leave it "
                 "out: pinned host memory takes them, and files are for models on a CPU"
             )
-        self.device = device
         if device.type != "cpu":
             self._module = torch.get_device_module(device)
             self._stream = self._module.Stream(device=device)
+        self.device = device  # last: other threads look at it first
 
     def current_stream(self) -> Any:
         """The current stream of the device, None on a CPU."""
@@ -525,6 +529,14 @@ class _Tier:
 # -- hooks on modules --------------------------------------------------------------------------------------------------
 
 
+class _Running(threading.local):
+    """The forward that a thread runs: its pass, the hooks of autograd while it runs, and the addresses that stay."""
+
+    forward: _Pass | None = None
+    hooks: Any = None
+    held: Callable[[], set[int]] = set
+
+
 class ActivationOffload:
     """The offload of one module's activations: what `offload_activations` returns."""
 
@@ -534,9 +546,7 @@ class ActivationOffload:
         self._pool = _Pool(directory, host_bytes)
         self._tier = _Tier(self._pool, directory)
         self._order: dict[int, int] = {}  # places of the blocks, by id
-        self._held: Callable[[], set[int]] = set
-        self._forward: _Pass | None = None
-        self._hooks: Any = None  # those of autograd, while forward runs
+        self._running = _Running()
         self._handles: list[Any] = []
         self._warned = False
         self._idle = False  # on a CPU without a directory
@@ -580,16 +590,18 @@ class ActivationOffload:
             return
         if not self._order:
             self._order = {id(block): index for index, (_, block) in enumerate(_blocks(module))}
-        self._held = functools.cache(functools.partial(_addresses, module))
-        self._forward = _Pass(self._tier)
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
-        self._hooks.__enter__()
+        running = self._running
+        running.held = functools.cache(functools.partial(_addresses, module))
+        running.forward = _Pass(self._tier)
+        running.hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+        running.hooks.__enter__()
 
     @no_dynamo
     def _end_block(self, module: nn.Module, args: Any, output: Any) -> None:
         index = self._order.get(id(module))
-        if self._forward is not None and index is not None and not in_backward():
-            self._forward.end_segment(leaves=index not in self._kept)
+        forward = self._running.forward
+        if forward is not None and index is not None and not in_backward():
+            forward.end_segment(leaves=index not in self._kept)
 
     @no_dynamo
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -598,12 +610,13 @@ class ActivationOffload:
 
     def _is_on_top(self) -> bool:
         """Whether a forward is open, and nobody has hooks of his own within it."""
-        top = top_saved_tensors_hooks()
-        return self._hooks is not None and top is not None and top[0] is self._hooks.pack_hook
+        hooks, top = self._running.hooks, top_saved_tensors_hooks()
+        return hooks is not None and top is not None and top[0] is hooks.pack_hook
 
     def _close(self) -> None:
-        forward, hooks = self._forward, self._hooks
-        self._forward, self._hooks, self._held = None, None, set  # it refers to the module
+        running = self._running
+        forward, hooks = running.forward, running.hooks
+        running.forward, running.hooks, running.held = None, None, set  # it refers to the module
         hooks.__exit__()
         assert forward is not None
         in_one_graph = not forward.segments
@@ -626,20 +639,21 @@ class ActivationOffload:
     @no_dynamo
     def _pack(self, tensor: torch.Tensor) -> _Saved | _Wrapped:
         """Autograd saves a tensor."""
-        assert self._forward is not None
+        forward = self._running.forward
+        assert forward is not None
         if type(tensor) is torch.Tensor or not is_traceable_wrapper_subclass(tensor):
-            return self._save(self._forward, tensor)
+            return self._save(forward, tensor)
         base = tensor if tensor._base is None else tensor._base
         names, meta = tensor.__tensor_flatten__()
         parts = {name: getattr(tensor, name) for name in names}
         kinds = {type(part) for part in parts.values() if isinstance(part, torch.Tensor)}
         # A part of another class may be on its way from other ranks, as DTensor's can.
         if isinstance(base, nn.Parameter) or kinds != {torch.Tensor}:
-            return _Saved(tensor, self._forward)
+            return _Saved(tensor, forward)
         for name, part in parts.items():
             # Nested tensors with other offsets, even equal ones, are not of one shape: integers stay what they are.
             if isinstance(part, torch.Tensor) and part.is_floating_point():
-                parts[name] = self._save(self._forward, part)
+                parts[name] = self._save(forward, part)
         return _Wrapped(tensor, parts, meta)
 
     def _save(self, forward: _Pass, tensor: torch.Tensor) -> _Saved:
@@ -653,7 +667,7 @@ class ActivationOffload:
             and not isinstance(tensor._base, nn.Parameter)
         ):
             storage = tensor.untyped_storage()
-            stays = storage.data_ptr() in self._held() or param_over(storage) is not None
+            stays = storage.data_ptr() in self._running.held() or param_over(storage) is not None
             if not stays and self._tier.takes(tensor):
                 forward.send(saved)
         return saved

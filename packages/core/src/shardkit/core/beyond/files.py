@@ -1,11 +1,11 @@
-"""Optimizer state in files of this rank, of which a bounded part is in memory.
+"""Optimizer state and shards in files of this rank, of which a bounded part is in memory.
 
 Note [State in files]
-The state of each parameter group lies in one file, which is mapped into memory: state tensors are views of the mapping,
-so everybody may read them at any time, and a step writes to them as to any other memory. Before a group is stepped,
-those that were stepped last leave memory until there is room, and the file of the next one is read ahead. As the groups
-are stepped in the same order each time, the first ones stay, and each of the others is read once in a step. The kernel
-writes behind.
+The state of each parameter group lies in one file, and so do its shards if they are asked for. Files are mapped into
+memory: tensors are views of the mapping, so everybody may read them at any time, and a step writes to them as to any
+other memory. Before a group is stepped or gathered, those that were used last leave memory until there is room, and the
+file of the next one is read ahead. As the groups are used in the same order each time, the first ones stay, and each of
+the others is read once in a step. The kernel writes behind.
 
 A file never has a name, so nothing is left behind, whatever becomes of the process. Its blocks are allocated when it is
 made: a disk that is full is an error then, and not the end of the process in the middle of a step.
@@ -18,12 +18,16 @@ import mmap
 import os
 import re
 import tempfile
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
 
 import torch
 
+from shardkit.core.engine.group import FSDPParamGroup, Residence
 from shardkit.core.runtime.shared.segment import aligned
 
 __all__ = ["FileTier"]
@@ -36,33 +40,39 @@ class FileTier:
 
     Args:
         path: the directory, on a disk of this host; it is made if it does not exist. Each rank has files of its own.
-        resident: bytes, as a number or such as "2GiB". The state of the largest parameter group must fit.
+        resident: bytes, as a number or such as "2GiB". The files of the largest parameter group must fit, and with
+            `parameters` the shards of two others, which are gathered meanwhile.
+        parameters: whether the shards lie in files, too, of all groups that have parameters of the optimizer.
 
     Raises:
         ValueError: if `resident` is not a number of bytes.
         OSError: if the directory cannot be made or written to.
     """
 
-    def __init__(self, path: str | os.PathLike[str], resident: int | str) -> None:
+    def __init__(self, path: str | os.PathLike[str], resident: int | str, *, parameters: bool = False) -> None:
         self.path = Path(path)
         self.resident = _bytes_of(resident)
+        self.parameters = parameters
         self.path.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=self.path).close()
-        self._files: WeakKeyDictionary[object, WeakSet[StateFile]] = WeakKeyDictionary()
+        self._files: WeakKeyDictionary[FSDPParamGroup, WeakSet[StateFile]] = WeakKeyDictionary()
+        self._shards: WeakKeyDictionary[FSDPParamGroup, ReferenceType[StateFile]] = WeakKeyDictionary()
+        self._largest_shards = 0
+        # The thread that steps, and the one that gathers, note which files are in memory.
+        self._lock = threading.Lock()
         self._in_memory: list[ReferenceType[StateFile]] = []  # in the order in which they were last used
+        self._in_step: WeakSet[StateFile] = WeakSet()
+        self._gathered: list[StateFile] = []  # the shards of the last gather
+        self._steps, self._gathers = _Order(), _Order()
 
-    def enter(self, group: object) -> None:
-        """Before the step of a group: makes room for its state."""
-        for file in self._files.get(group, ()):
-            self._hold(file, file.nbytes)
+    def begin_step(self, group: FSDPParamGroup) -> None:
+        """Before the step of a group: makes room for its files, and has those of the next one read."""
+        self._in_step = files = WeakSet(self._files.get(group, ()))
+        self._hold(files)
+        following = self._steps.follow(group)
+        self._read_ahead(() if following is None else self._files.get(following, ()))
 
-    def read_ahead(self, group: object) -> None:
-        """Has the state of a group read that will be stepped soon."""
-        for file in self._files.get(group, ()):
-            if ref(file) not in self._in_memory:
-                file.madvise(mmap.MADV_WILLNEED)
-
-    def put(self, group: object, tensors: Sequence[torch.Tensor], label: str) -> list[torch.Tensor]:
+    def put(self, group: FSDPParamGroup, tensors: Sequence[torch.Tensor], label: str) -> list[torch.Tensor]:
         """After the step of a group: its state in files; tensors that are there already are returned as they are.
 
         Those that an earlier file had, before a state dict was loaded, free it.
@@ -71,28 +81,117 @@ class FileTier:
             ValueError: if they would not fit into `resident` bytes.
             OSError: if the disk is full, or fails.
         """
+        moved, _ = self._move(group, tensors, f"optimizer state of the parameter group of '{label}'")
+        self._in_step = WeakSet()
+        return moved
+
+    def place(self, groups: Iterable[FSDPParamGroup]) -> None:
+        """Moves shards to files; those that are there already, or gathered, stay. Raises as `put` does.
+
+        Raises:
+            ValueError: for shards in pinned memory, which would be copied back there.
+        """
+        for group in groups:
+            if group.is_unsharded:
+                continue
+            params = [one for one in group.params if type(one.local_tensor) is torch.Tensor]
+            params = [one for one in params if one.local_tensor.device.type == "cpu"]
+            if pinned := next((one for one in params if one.pinned), None):
+                raise ValueError(
+                    f"the shard of parameter '{pinned.fqn}' lies in pinned memory, and FileTier(parameters=True) moves "
+                    "it to a file; shard it with CPUOffloadPolicy(pin_memory=False)"
+                )
+            what = f"shards of the parameter group of '{group.label}'"
+            moved, file = self._move(group, [one.local_tensor for one in params], what)
+            for param, local in zip(params, moved, strict=True):
+                if local is not param.local_tensor:
+                    param.adopt_shard(local)
+            if file is not None:
+                if group not in self._shards:
+                    group.before_gather.append(partial(self._begin_gather, ref(group)))
+                with self._lock:
+                    self._shards[group] = ref(file)
+                self._largest_shards = max(self._largest_shards, file.nbytes)
+
+    def _begin_gather(self, reference: ReferenceType[FSDPParamGroup]) -> None:
+        if (group := reference()) is not None:
+            shards = self._shards_of(group)
+            self._gathered = shards
+            self._hold(shards)
+            self._read_ahead(self._shards_of(self._gathers.follow(group)))
+
+    def _shards_of(self, group: FSDPParamGroup | None) -> list[StateFile]:
+        file = None if group is None else self._shards.get(group, lambda: None)()
+        return [] if file is None else [file]
+
+    def _move(
+        self, group: FSDPParamGroup, tensors: Sequence[torch.Tensor], what: str
+    ) -> tuple[list[torch.Tensor], StateFile | None]:
+        """The tensors in files, and the file that was made for those that were not, if any."""
         files = self._files.setdefault(group, WeakSet())
         fresh = [one for one in tensors if one.numel() and not any(one in file for file in files)]
         if not fresh:
-            return [*tensors]
+            return [*tensors], None
         nbytes = sum(aligned(one.nbytes) for one in fresh)
-        if nbytes > self.resident:
+        beside = sum(one.nbytes for one in self._shards_of(group)) + 2 * self._largest_shards
+        if nbytes + beside > self.resident:
+            rest = f" beside {beside} of shards" if beside else ""
             raise ValueError(
-                f"the optimizer state of the parameter group of '{label}' takes {nbytes} bytes, and resident="
-                f"{self.resident}; raise resident, or shard smaller modules"
+                f"the {what} takes {nbytes} bytes{rest}, and resident={self.resident}; raise resident, or shard "
+                "smaller modules"
             )
-        file = StateFile(self.path, nbytes, label)
-        self._hold(file, nbytes)
+        file = StateFile(self.path, nbytes, what)
+        with self._lock:
+            if self._in_step:  # no gather may take the memory that it is copied to
+                self._in_step.add(file)
+        self._hold([file])
         files.add(file)
         placed = dict(zip(map(id, fresh), file.copies(fresh), strict=True))
-        return [placed.get(id(one), one) for one in tensors]
+        return [placed.get(id(one), one) for one in tensors], file
 
-    def _hold(self, file: StateFile, nbytes: int) -> None:
-        """Notes that a file is in memory from now on; those that were used last make room."""
-        held = [one for reference in self._in_memory if (one := reference()) is not None and one is not file]
-        while held and nbytes + sum(one.nbytes for one in held) > self.resident:
-            held.pop().madvise(mmap.MADV_DONTNEED)
-        self._in_memory = [ref(one) for one in (*held, file)]
+    def _hold(self, files: Iterable[StateFile]) -> None:
+        """Notes that files are in memory from now on; those that were used last make room, but not those in use."""
+        for file in files:
+            with self._lock:
+                alive = (one for reference in self._in_memory if (one := reference()) is not None)
+                held = [one for one in alive if one is not file]
+                lacking = file.nbytes + sum(one.nbytes for one in held) - self.resident
+                read = (one for group in self._shards if _reads_shards(group) for one in self._shards_of(group))
+                in_use = {*self._in_step, *self._gathered, *read}
+                for one in [one for one in reversed(held) if one not in in_use]:
+                    if lacking > 0:
+                        one.madvise(mmap.MADV_DONTNEED)
+                        held.remove(one)
+                        lacking -= one.nbytes
+                self._in_memory = [ref(one) for one in (*held, file)]
+
+    def _read_ahead(self, files: Iterable[StateFile]) -> None:
+        for file in files:
+            if ref(file) not in self._in_memory:
+                file.madvise(mmap.MADV_WILLNEED)
+
+
+def _reads_shards(group: FSDPParamGroup) -> bool:
+    """Whether a gather is under way, which may copy the shards at its end, or forward reads them themselves."""
+    if group.residence is Residence.GATHERING:
+        return True
+    return group.is_unsharded and any(param.aliased for param in group.params)
+
+
+class _Order:
+    """Learns which group is used after which two others, so that it can be read ahead."""
+
+    def __init__(self) -> None:
+        self._after: WeakKeyDictionary[FSDPParamGroup, dict[Any, ReferenceType[FSDPParamGroup]]] = WeakKeyDictionary()
+        self._last: tuple[Any, Callable[[], FSDPParamGroup | None]] = None, lambda: None
+
+    def follow(self, group: FSDPParamGroup) -> FSDPParamGroup | None:
+        """Notes that a group is used; returns the one that came next before, None if it is not known."""
+        before, last = self._last
+        if (known := last()) is not None:
+            self._after.setdefault(known, {})[before] = ref(group)
+        self._last = last, ref(group)
+        return self._after.get(group, {}).get(last, lambda: None)()
 
 
 class StateFile(mmap.mmap):
@@ -101,7 +200,7 @@ class StateFile(mmap.mmap):
     nbytes: int
     address: int
 
-    def __new__(cls, path: Path, nbytes: int, label: str) -> StateFile:
+    def __new__(cls, path: Path, nbytes: int, what: str) -> StateFile:
         """Raises OSError if the disk has no room; the message has the path, the bytes and the FQN."""
         try:
             with tempfile.TemporaryFile(dir=path) as file:
@@ -110,8 +209,8 @@ class StateFile(mmap.mmap):
         except OSError as error:
             raise OSError(
                 error.errno,
-                f"{path} has no room for {nbytes} bytes of optimizer state of the parameter group of '{label}' "
-                f"({error.strerror}); free space, or choose another directory",
+                f"{path} has no room for {nbytes} bytes of {what} ({error.strerror}); free space, or choose another "
+                "directory",
             ) from error
         self.nbytes = nbytes
         self.address = torch.frombuffer(self, dtype=torch.uint8).data_ptr()

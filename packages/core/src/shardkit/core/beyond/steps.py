@@ -1,16 +1,28 @@
-"""Optimizer steps that run while the next forward computes.
+"""Optimizer steps that run while the next forward computes, or while backward does.
 
 Note [Steps under forward]
-`step()` checks everything that a plain step checks, calls the user's hooks, and hands one job for each parameter group
-to a thread, in the order in which the last forward has used the groups. A job is the step of the same optimizer class
-on the plain tensors of this rank's parts (optimizer_steps/plain_steps.py), with the hyperparameters that hold now and
-the gradients that are there now. The next gather of the group waits for its job, and so does everybody else who reads
-what a job writes (waiting.py). As an update depends on nothing outside its element, the order makes no difference to
-the bits. All ranks wait at the same places, so nothing changes in what they send.
+`step()` checks everything that a plain step checks, calls the user's hooks, and starts one job for each parameter
+group, in the order in which the last forward has used the groups: on a thread where its shards are on the CPU, on a
+stream where they are on a device. A job is the step of the same optimizer class on the plain tensors of this rank's
+parts (optimizer_steps/plain_steps.py), with the hyperparameters that hold now and the gradients that are there now. The
+next gather of the group waits for its job, and so does everybody else who reads what a job writes (waiting.py). As an
+update depends on nothing outside its element, the order makes no difference to the bits. All ranks wait at the same
+places, so nothing changes in what they send.
 
-A job that nothing would hide runs at once: on a device other than the CPU, where a step is short and its kernels are in
-order with all others anyway; of parameters that are not sharded; of a group that is unsharded now. So does a step with
-a closure, which has yet to compute the gradients.
+A job that nothing would hide runs at once: of parameters that are not sharded; of a group whose unsharded memory is
+there, if forward reads it without a gather; on a device also where forward reads the shards themselves, and while a
+CUDA graph is captured. So does a step with a closure, which has yet to compute the gradients.
+
+Note [Steps in backward]
+With `when="backward"` a group's job starts when its reduced gradients are delivered, and `step()` starts all others:
+every job of the first step, and of the first one after a load. Until `step()` the gradients refuse to be read: whoever
+clips or unscales them would be too late. So would another sum that is added to them.
+
+Note [Jobs on streams]
+A job's stream waits for the one that calls `step()`. It owns the state that it makes, and whatever else a job
+allocates. The gather lane waits for the event at the end of a job, and no stream that computes does. The gradients of
+the job may be freed then, before their owner has waited: the allocator is told that the job's stream reads them. The
+host waits for the event on behalf of other readers, because each may be on a stream of its own.
 """
 
 from __future__ import annotations
@@ -19,42 +31,51 @@ import atexit
 import os
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache, partial
-from typing import Any, cast
+from typing import Any, Literal, NamedTuple, NoReturn, cast
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from shardkit.core.beyond.files import FileTier
 from shardkit.core.beyond.waiting import WaitingState, give_back, make_wait
-from shardkit.core.engine.group import FSDPParamGroup
+from shardkit.core.engine.group import FSDPParamGroup, Residence
 from shardkit.core.optimizer_steps.plain_steps import NUMBERS, PlainSteps, Twin, lent, plain_steps_of, use_steps
 from shardkit.core.optimizer_steps.supported import ELEMENTWISE, steps_by_element
 from shardkit.core.optimizers import optimizer_step_on_shards
-from shardkit.core.parameters.param import fqn_of, sharded_counterpart
+from shardkit.core.parameters.param import FSDPParam, fqn_of, sharded_counterpart
+from shardkit.core.runtime.lanes import StreamLane
+from shardkit.core.tensors import tensors_in
 from shardkit.core.torch_compat import bare_step, no_dynamo
 
 __all__ = ["OverlappedSteps", "overlap_step"]
 
 
-def overlap_step(optimizer: torch.optim.Optimizer, *, states: FileTier | None = None) -> OverlappedSteps:
+def overlap_step(
+    optimizer: torch.optim.Optimizer, *, when: Literal["auto", "backward"] = "auto", states: FileTier | None = None
+) -> OverlappedSteps:
     """Makes `optimizer.step()` return at once; each group is stepped by the time that the next forward gathers it.
 
-    For shards on the CPU, as with `CPUOffloadPolicy`. Parameters and state are those of a step without it, to the last
-    bit. Whatever reads a parameter, a gradient or the state of the optimizer waits for the steps under way: state
-    dicts, checkpoints, `full_tensor()`, another step, the end of the program. An error of a step reaches the first of
-    these. A local tensor taken before `step()`, as by `to_local()`, does not wait: call `wait()` first.
-    A second call changes nothing. Not collective.
+    Parameters and state are those of a step without it, to the last bit. Whatever reads a parameter, a gradient or the
+    state of the optimizer waits for the steps under way: state dicts, checkpoints, `full_tensor()`, another step, the
+    end of the program. An error of a step reaches the first of these. A local tensor taken before `step()`, as by
+    `to_local()`, does not wait: call `wait()` first. A second call changes nothing. Not collective.
 
     Args:
         optimizer: one of torch's element-wise optimizers; with `fused=True`, a group is one fused call.
-        states: where its state lies; in memory by default.
+        when: "auto" steps under the next forward. "backward" steps with a group's gradients as soon as they are
+            reduced, so each may be reduced once before `step()`, and nothing may read them until then: no clipping, no
+            `GradScaler`. `step()` is called as ever, with the options that held in backward.
+        states: where its state lies, and the shards if it says so; in memory by default.
 
     Raises:
         TypeError: for an optimizer other than torch's element-wise ones, also for their subclasses.
+        ValueError: for another `when`.
     """
+    if when not in ("auto", "backward"):
+        raise ValueError(f'when is {when!r}; pass "auto" or "backward"')
     steps = plain_steps_of(optimizer)
     if isinstance(steps, OverlappedSteps):
         return steps
@@ -66,9 +87,20 @@ def overlap_step(optimizer: torch.optim.Optimizer, *, states: FileTier | None = 
         )
     use_steps(optimizer, steps := OverlappedSteps(states))
     optimizer_step_on_shards(optimizer)
+    steps.place(optimizer)
+    if when == "backward":
+        steps.listen(optimizer)
     _overlapped.add(steps)
     _wait_at_the_end()
     return steps
+
+
+class _Taken(NamedTuple):
+    """Gradients that were delivered in backward, and the step with them; None where `step()` has yet to take it."""
+
+    gradients: list[DTensor]
+    refuse: Callable[[], None]
+    job: Job | None
 
 
 class OverlappedSteps(PlainSteps):
@@ -79,6 +111,13 @@ class OverlappedSteps(PlainSteps):
         self._tier = tier
         self._jobs: dict[Job, None] = {}  # under way, in the order in which they run
         self._hidden: list[list[torch.Tensor]] | None = None
+        self._streams: dict[torch.device, Any] = {}
+        # With when="backward":
+        self._listener: Callable[[Sequence[FSDPParam]], None] | None = None
+        self._numbers: dict[int, int] = {}  # of the optimizer's parameter groups, by the ids of their parameters
+        self._taken: list[_Taken] = []  # since the last step, with the ids of their parameters
+        self._taken_ids: set[int] = set()
+        self._has_stepped = False  # since it was made, or loaded
 
     def wait(self) -> None:
         """Waits for the steps under way.
@@ -86,12 +125,13 @@ class OverlappedSteps(PlainSteps):
         Raises:
             RuntimeError: if one of them has failed, once; the message has the FQN of its first parameter.
         """
+        self._settle([*self._jobs], for_all_streams=True)
+
+    def _settle(self, jobs: Iterable[Job], *, for_all_streams: bool) -> None:
         failed: tuple[str, BaseException] | None = None
-        while self._jobs:
-            job = next(iter(self._jobs))
-            error = job.future.exception()
-            self._end_job(job)
-            if error is not None and failed is None:
+        for job in jobs:
+            error = job.outlast(for_all_streams=for_all_streams)
+            if self._end_job(job) and error is not None and failed is None:
                 failed = job.label, error
         if failed is not None:
             label, error = failed
@@ -102,20 +142,27 @@ class OverlappedSteps(PlainSteps):
 
     def _wait_for(self, job: Job) -> None:
         """Waits for one of the steps under way. If it has failed, waits for all, and raises as `wait` does."""
-        if job.future.exception() is not None:
+        if job.outlast(for_all_streams=True) is not None:
             self.wait()
         self._end_job(job)
 
-    def _end_job(self, job: Job) -> None:
-        """After a job: readers no longer wait, and its state is the optimizer's."""
+    def _before_gather(self, job: Job) -> None:
+        if job.event is None or job.future.exception() is not None:
+            self._wait_for(job)
+        else:
+            job.let_gather_wait()
+
+    def _end_job(self, job: Job) -> bool:
+        """After a job: readers no longer wait, and its state is the optimizer's. False if that was done."""
         if job not in self._jobs:
-            return
+            return False
         del self._jobs[job]
-        if job.group is not None:
-            job.group.written_by.remove(job.wait)
+        if job.group is not None and job.before_gather in job.group.before_gather:
+            job.group.before_gather.remove(job.before_gather)
         give_back(job.waiting)
         for parameter, state in job.states_after():
             dict.__setitem__(job.state_of_optimizer, parameter, state)
+        return True
 
     # -- hooks of the step ---------------------------------------------------------------------------------------------
 
@@ -129,10 +176,24 @@ class OverlappedSteps(PlainSteps):
         """Step pre-hook: starts the jobs, and leaves the optimizer nothing to do."""
         if self.is_lent:
             return None
-        self.wait()
-        if len(args) > 1 or kwargs.get("closure") is not None:
+        by_closure = len(args) > 1 or kwargs.get("closure") is not None
+        if by_closure and self._listener is not None:
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.step was called with a closure, whose backward would step already; call "
+                'overlap_step without when="backward"'
+            )
+        early = [one.job for one in self._taken]
+        self._settle([job for job in self._jobs if job not in early], for_all_streams=False)
+        if by_closure:
             return super()._begin(optimizer, args, kwargs)
-        self._start(optimizer)
+        stepped = self._end_backward(optimizer)
+        if self._listener is not None:
+            self.listen(optimizer)
+        self.place(optimizer)
+        params = [(number, one) for number, group in enumerate(optimizer.param_groups) for one in group["params"]]
+        self._twins = {id(one): self._twins[id(one)] for _, one in params if id(one) in self._twins}
+        self._start(optimizer, [(number, one) for number, one in params if id(one) not in stepped])
+        self._has_stepped = True
         self._hidden = [group["params"] for group in optimizer.param_groups]
         lent.add(optimizer)
         for group in optimizer.param_groups:
@@ -150,63 +211,180 @@ class OverlappedSteps(PlainSteps):
             group["params"] = params
 
     def forget_joined(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-        """Load state dict pre-hook: no job writes to the state that is loaded."""
+        """Load state dict pre-hook: no job writes to the state that is loaded, and the next step checks it."""
         self.wait()
+        self._give_gradients_back()
+        self._has_stepped = False
+
+    def place(self, optimizer: torch.optim.Optimizer) -> None:
+        """Moves shards to the tier if they are to lie there: before the first step, and after a load."""
+        if self._tier is not None and self._tier.parameters:
+            params = (sharded_counterpart(one) for group in optimizer.param_groups for one in group["params"])
+            self._tier.place(dict.fromkeys(FSDPParamGroup.of(param) for param in params if param is not None))
+
+    # -- a step in backward --------------------------------------------------------------------------------------------
+
+    def listen(self, optimizer: torch.optim.Optimizer) -> None:
+        """Has the groups report gradients that they deliver to parameters of the optimizer."""
+        if self._listener is None:
+            self._listener = partial(_on_delivery, weakref.ref(optimizer))
+        params = [(number, one) for number, group in enumerate(optimizer.param_groups) for one in group["params"]]
+        self._numbers = {id(one): number for number, one in params}
+        for _, one in params:
+            if (param := sharded_counterpart(one)) is not None:
+                group = FSDPParamGroup.of(param)
+                if self._listener not in group.when_delivered:
+                    group.when_delivered.append(self._listener)
+
+    def take_gradients(self, optimizer: torch.optim.Optimizer, delivered: Sequence[FSDPParam]) -> None:
+        """Note [Steps in backward]: steps with gradients that are there now, and refuses them to others."""
+        params = [one.sharded_param for one in delivered if id(one.sharded_param) in self._numbers]
+        if not params:
+            return
+        refuse = partial(_refuse_gradients, fqn_of(params[0]))
+        if not self._taken_ids.isdisjoint(map(id, params)):
+            refuse()
+        jobs: list[Job] = []
+        if self._has_stepped:
+            jobs = self._start(optimizer, [(self._numbers[id(one)], one) for one in params], in_backward=True)
+        for job in jobs:
+            self._taken.append(_Taken([cast(DTensor, twin.parameter.grad) for twin in job.twins], refuse, job))
+            self._taken_ids.update(id(twin.parameter) for twin in job.twins)
+        left = [cast(DTensor, one.grad) for one in params if id(one) not in self._taken_ids]
+        self._taken.append(_Taken(left, refuse, None))
+        for gradients in (left, *(one.gradients for one in self._taken if one.job in jobs)):
+            make_wait(gradients, refuse)
+
+    def _give_gradients_back(self) -> tuple[list[_Taken], set[int]]:
+        """Ends the refusal; returns what was taken since the last step, and the ids of its parameters."""
+        taken, stepped = self._taken, self._taken_ids
+        self._taken, self._taken_ids = [], set()
+        for one in taken:
+            give_back(one.gradients)
+        return taken, stepped
+
+    def _end_backward(self, optimizer: torch.optim.Optimizer) -> set[int]:
+        """The ids of parameters that backward has stepped on: readers of their gradients only wait from now on."""
+        taken, stepped = self._give_gradients_back()
+        for gradients, _, job in taken:
+            if job in self._jobs:
+                make_wait(gradients, job.wait)
+                job.waiting += gradients
+        for _, _, job in taken:
+            if job is not None:
+                job.check_options(optimizer)
+        return stepped
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
-    def _start(self, optimizer: torch.optim.Optimizer) -> None:
+    def _start(
+        self, optimizer: torch.optim.Optimizer, params: list[tuple[int, torch.Tensor]], *, in_backward: bool = False
+    ) -> list[Job]:
         """Starts the jobs, those that run at once last: if one of them fails, nothing is left to be started."""
         if not isinstance(optimizer.state, WaitingState):  # a load replaces it
             optimizer.state = WaitingState(self.wait, optimizer.state)
-        jobs = self._make_jobs(optimizer)
+        jobs = self._make_jobs(optimizer, params)
         threads = torch.get_num_threads()
         at_once = [job for job in jobs if job.runs_at_once]
-        jobs = [*(job for job in jobs if not job.runs_at_once), *at_once]
+        jobs = [job for job in jobs if not job.runs_at_once]
+        if in_backward:
+            at_once = []  # left to `step()`
+        jobs += at_once
         if self._tier is not None:
             _refuse_devices(jobs)
-            for job, following in zip(jobs, (*jobs[1:], *jobs[:1]), strict=True):
-                job.tier, job.following = self._tier, following.group
         for job in jobs:
-            job.wait = partial(self._wait_for, job)
+            job.tier = self._tier
+        for job in jobs:
+            job.wait, job.before_gather = partial(self._wait_for, job), partial(self._before_gather, job)
             self._jobs[job] = None
             if job.group is not None:
                 job.group.versions.clear()  # the next forward gathers anew: no DTensor counts what a job writes
-                job.group.written_by.append(job.wait)
-            job.waiting = job.written()
+                job.group.before_gather.insert(0, job.before_gather)  # a tier makes room after the step
+            job.waiting = job.written(gradients=not in_backward)
             make_wait(job.waiting, job.wait)
+            if job.device.type != "cpu" and job not in at_once:
+                self._queue(job)
             # A tier belongs to the thread; kernels of a device belong to the stream of this one.
-            now = job in at_once and self._tier is None
-            job.future = _run_now(job, threads) if now else _worker().submit(job.run, threads)
+            elif job in at_once and self._tier is None:
+                job.future = _run_now(job, threads)
+            else:
+                job.future = _worker().submit(job.run, threads, in_backward and _event_of(job))
         for job in at_once:
             job.wait()
+        return jobs
 
-    def _make_jobs(self, optimizer: torch.optim.Optimizer) -> list[Job]:
-        """A job for each parameter group of ours that has gradients, in the order of use."""
-        jobs: dict[FSDPParamGroup | None, Job] = {}
-        twins: dict[int, Twin] = {}
-        for number, group in enumerate(optimizer.param_groups):
-            for parameter in group["params"]:
-                param = sharded_counterpart(parameter)
-                owner = None if param is None else FSDPParamGroup.of(param)
-                if isinstance(parameter, DTensor):
-                    twin = twins[id(parameter)] = self.twin_of(optimizer, parameter)
-                    gradient = twin.gradient()
-                    if gradient is None:
-                        continue
-                    twin.plain.grad = gradient
-                    job = jobs.setdefault(owner, Job(optimizer, owner))
-                    job.state[twin.plain] = twin.lend_state(optimizer, optimizer.state[parameter])
-                    job.twins.append(twin)
-                    job.params[number].append(twin.plain)
-                elif parameter.grad is not None:
-                    job = jobs.setdefault(owner, Job(optimizer, owner))
-                    job.state[parameter] = optimizer.state[parameter]
-                    job.plain.append(parameter)
-                    job.params[number].append(parameter)
-        self._twins = twins
-        in_order = [jobs[group] for group in dict.fromkeys(_in_order_of_use(jobs)) if group in jobs]
-        return list(dict.fromkeys((*in_order, *jobs.values())))
+    def _queue(self, job: Job) -> None:
+        """Runs a job on a stream: Note [Jobs on streams]."""
+        module: Any = torch.get_device_module(job.device)
+        if job.device not in self._streams:
+            self._streams[job.device] = module.Stream(device=job.device)
+        stream = self._streams[job.device]
+        stream.wait_event(module.current_stream(job.device).record_event())
+        with module.stream(stream):
+            job.future = _run_now(job, torch.get_num_threads())
+            job.event = stream.record_event()
+        for twin in job.twins:
+            cast(torch.Tensor, twin.plain.grad).record_stream(stream)
+
+    def _make_jobs(self, optimizer: torch.optim.Optimizer, params: list[tuple[int, torch.Tensor]]) -> list[Job]:
+        """A job for each parameter group of ours that has gradients, in the order of use; two if it is on two devices.
+
+        `params` come with the numbers of the optimizer's parameter groups. Those of other jobs may be under way.
+        """
+        jobs: dict[tuple[FSDPParamGroup | None, torch.device], Job] = {}
+
+        def job_of(*key: Any) -> Job:
+            if key not in jobs:
+                jobs[key] = Job(optimizer, *key)
+            return jobs[key]
+
+        for number, parameter in params:
+            param = sharded_counterpart(parameter)
+            owner = None if param is None else FSDPParamGroup.of(param)
+            if isinstance(parameter, DTensor):
+                twin = self._twins[id(parameter)] = self.twin_of(optimizer, parameter)
+                gradient = twin.gradient()
+                if gradient is None:
+                    continue
+                twin.plain.grad = gradient
+                job = job_of(owner, twin.local.device)
+                state = dict.setdefault(optimizer.state, parameter, {})
+                if not self._has_stepped:
+                    twin.check_loaded(state)
+                job.state[twin.plain] = twin.lend_state(optimizer, state)
+                job.twins.append(twin)
+                job.params[number].append(twin.plain)
+            elif parameter.grad is not None:
+                job = job_of(owner, torch.device("cpu"))
+                job.state[parameter] = dict.setdefault(optimizer.state, parameter, {})
+                job.plain.append(parameter)
+                job.params[number].append(parameter)
+        groups = dict.fromkeys(_in_order_of_use(group for group, _ in jobs)) if len(jobs) > 1 else {}
+        places: dict[FSDPParamGroup | None, int] = {group: place for place, group in enumerate(groups)}
+        return sorted(jobs.values(), key=lambda job: places.get(job.group, len(places)))
+
+
+def _on_delivery(reference: weakref.ReferenceType[torch.optim.Optimizer], params: Sequence[FSDPParam]) -> None:
+    optimizer = reference()
+    steps = None if optimizer is None else plain_steps_of(optimizer)
+    if optimizer is not None and isinstance(steps, OverlappedSteps):
+        steps.take_gradients(optimizer, params)
+
+
+def _refuse_gradients(fqn: str) -> NoReturn:
+    """Raises RuntimeError: Note [Steps in backward]."""
+    raise RuntimeError(
+        f"the gradient of parameter '{fqn}' is needed before optimizer.step(), but overlap_step with when='backward' "
+        "steps with it when it is first reduced: clipping, a GradScaler and further sums come too late. Restore the "
+        "last checkpoint and call overlap_step without when; to accumulate, reduce the last micro-batch only "
+        "(set_requires_gradient_sync)"
+    )
+
+
+def _event_of(job: Job) -> Any:
+    """In backward: an event behind the copies of a group's gradients from its device, None if there are none."""
+    assert job.group is not None
+    return job.group.schedule.context.reductions.current_event()
 
 
 class Job:
@@ -214,23 +392,26 @@ class Job:
 
     Attributes:
         group: None for parameters that are not sharded.
+        device: of its shards.
         params: the tensors to step on, by the number of the optimizer's parameter group.
         twins, plain: these tensors with the parameters that they stand for, and those that stand for themselves.
         state: their state.
         tier: where its state lies, None for memory.
-        following: the group that is stepped next.
         waiting: the DTensors whose readers wait.
-        wait: the function that they call.
+        wait: the function that they call; the next gather of the group calls `before_gather`.
+        event: at its end, if it runs on a stream.
     """
 
     tier: FileTier | None = None
-    following: FSDPParamGroup | None = None
 
     wait: Callable[[], None]
+    before_gather: Callable[[], None]
     future: Future[None]
+    event: Any = None
 
-    def __init__(self, optimizer: torch.optim.Optimizer, group: FSDPParamGroup | None) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, group: FSDPParamGroup | None, device: torch.device) -> None:
         self.group = group
+        self.device = device
         self.params: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
         self.twins: list[Twin] = []
         self.plain: list[torch.Tensor] = []
@@ -239,7 +420,9 @@ class Job:
         self.waiting: list[DTensor] = []
         self._optimizer = object.__new__(type(optimizer))
         self._optimizer.__dict__.update(optimizer.__dict__)  # also the scale that a GradScaler has put there
-        self._options = [{key: _copied(value) for key, value in one.items()} for one in optimizer.param_groups]
+        self._options = [
+            {key: _copied(value) for key, value in one.items() if key != "params"} for one in optimizer.param_groups
+        ]
 
     @property
     def label(self) -> str:
@@ -248,21 +431,40 @@ class Job:
 
     @property
     def runs_at_once(self) -> bool:
-        """Whether a thread would hide nothing, or write to parameters that can be read as they are."""
-        if self.group is None or self.group.is_unsharded:
+        """Whether nothing would be hidden, or it would write to parameters that are read without a gather."""
+        group = self.group
+        if group is None or group.is_unsharded:
             return True
-        return any(twin.local.device.type != "cpu" for twin in self.twins)
+        read_in_place = any(param.aliased or param.subclass is not None for param in group.params)
+        if self.device.type == "cpu":
+            return read_in_place and group.residence is Residence.CACHED
+        lane = group.schedule.context.gathers
+        return read_in_place or not isinstance(lane, StreamLane) or lane.is_captured()
 
-    def written(self) -> list[DTensor]:
-        """The DTensors whose values it reads or writes."""
+    def written(self, *, gradients: bool) -> list[DTensor]:
+        """The DTensors whose values it reads or writes, with or without its gradients."""
         found: list[DTensor] = []
         for twin in self.twins:
-            found += [twin.parameter, cast(DTensor, twin.parameter.grad)]
+            found += [twin.parameter, *([cast(DTensor, twin.parameter.grad)] if gradients else [])]
             found += [value for value in twin.state.values() if isinstance(value, DTensor)]
         return found
 
-    def run(self, threads: int) -> None:
-        """Steps."""
+    def check_options(self, optimizer: torch.optim.Optimizer) -> None:
+        """At the end of a step that ran in backward: raises RuntimeError if the options are others by now."""
+        for number, options in enumerate(self._options):
+            now = optimizer.param_groups[number]
+            for key in sorted(options.keys() & now.keys() - {"params"}) if self.params.get(number) else ():
+                if not any(True for _ in tensors_in((options[key], now[key]))) and options[key] != now[key]:
+                    raise RuntimeError(
+                        f"{key} was changed from {options[key]} to {now[key]} between backward and optimizer.step(), "
+                        f"and overlap_step has stepped on '{self.label}' in backward; change it before backward, or "
+                        "after step()"
+                    )
+
+    def run(self, threads: int, after: Any = None) -> None:
+        """Steps, when the event `after` has come."""
+        if after:
+            after.synchronize()
         if torch.get_num_threads() != threads:  # the part of a tensor that a thread takes may decide its last bits
             torch.set_num_threads(threads)
         for number, options in enumerate(self._options):
@@ -271,13 +473,28 @@ class Job:
         if self.tier is None or self.group is None:
             bare_step(self._optimizer)(self._optimizer)
             return
-        self.tier.enter(self.group)
-        if self.following is not None:
-            self.tier.read_ahead(self.following)
+        self.tier.begin_step(self.group)
         bare_step(self._optimizer)(self._optimizer)
-        self._put_in(self.tier)
+        self._put_in(self.tier, self.group)
 
-    def _put_in(self, tier: FileTier) -> None:
+    def outlast(self, *, for_all_streams: bool) -> BaseException | None:
+        """Waits for its end, and returns its error; on streams, for the current one or on the host for all of them."""
+        error = self.future.exception()
+        if self.event is not None and for_all_streams:
+            self.event.synchronize()
+        elif self.event is not None:
+            torch.get_device_module(self.device).current_stream(self.device).wait_event(self.event)
+        return error
+
+    def let_gather_wait(self) -> None:
+        """Makes the gather lane wait, and no other stream: Note [Jobs on streams]."""
+        assert self.group is not None
+        self.group.schedule.context.gathers.wait_event(self.event)
+        self.group.before_gather.remove(self.before_gather)
+        for twin in self.twins:
+            twin.plain.grad = None
+
+    def _put_in(self, tier: FileTier, group: FSDPParamGroup) -> None:
         """Moves state of the parameters' shapes to its files; other state is small, such as a count of steps."""
         places = [
             (state, key, value)
@@ -286,7 +503,7 @@ class Job:
             for key, value in state.items()
             if isinstance(value, torch.Tensor) and key not in NUMBERS and value.shape == twin.local.shape
         ]
-        moved = tier.put(self.group, [value for _, _, value in places], self.label)
+        moved = tier.put(group, [value for _, _, value in places], self.label)
         for (state, key, _), value in zip(places, moved, strict=True):
             state[key] = value
 
@@ -310,7 +527,9 @@ def _refuse_devices(jobs: Iterable[Job]) -> None:
 
 
 def _copied(value: Any) -> Any:
-    """An option as it is now: schedulers write to a learning rate that is a tensor."""
+    """An option as it is now: schedulers write to a learning rate or betas that are tensors."""
+    if isinstance(value, list | tuple):
+        return type(value)(map(_copied, value))
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 

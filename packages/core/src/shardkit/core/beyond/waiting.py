@@ -50,6 +50,10 @@ class _Waiting:
 
     __slots__ = ()
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        kind: Any = cls.__mro__[2]  # what is made like a waiting tensor, such as a gradient, does not wait itself
+        return kind.__new__(kind, *args, **kwargs)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         _wait_for(self)
         return self.__reduce_ex__(protocol)

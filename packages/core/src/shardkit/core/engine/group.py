@@ -17,7 +17,7 @@ from __future__ import annotations
 import enum
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import repeat
 from operator import attrgetter, is_not
@@ -190,7 +190,8 @@ class FSDPParamGroup:
         self.plans: GatherPlans | None = None
         self.reduce_plans: dict[tuple[Any, ...], ReducePlan] = {}
         self.offloaded = any(param.offload is not None for param in params)
-        self.written_by: list[Callable[[], None]] = []  # each waits for a step on the shards
+        self.before_gather: list[Callable[[], None]] = []  # called before each: a step on the shards is waited for
+        self.when_delivered: list[Callable[[Sequence[FSDPParam]], None]] = []  # called when gradients are reduced
         self.versions: list[int] = []  # of the shards, when the gather lane last waited for their writers
         self.ticket: Ticket | None = None
         self._readers: tuple[Any, ...] = ()  # events of the readers of CACHED memory
@@ -299,8 +300,8 @@ class FSDPParamGroup:
 
     @_ungraphed
     def _unshard(self, *, from_kept: bool) -> None:
-        while self.written_by:
-            self.written_by[0]()
+        for call in [*self.before_gather]:
+            call()
         if (check := self.schedule.order_check) is not None:
             self.schedule.context.catch_up()
             check.record("all-gather", self.label, self.mesh.shard_group, self.device)
@@ -477,7 +478,7 @@ class FSDPParamGroup:
             if not ticket.done:  # its backward was not the last: as in stock, sums do not pile up
                 ticket.wait()
         self._reducing.clear()
-        for bucket in reduction.buckets(self.mesh, params, gradients, transport, settings):
+        for bucket in reduction.buckets(self, params, gradients, transport, settings):
             context.free_inputs(but=settings.max_reduce_inputs - 1)  # before memory for others is allocated
             self._reducing.append(context.reduce(reduction.program(self, bucket, transport, settings), self.label))
 

@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from shardkit.core.engine.room import Group
 from shardkit.core.engine.settings import GroupSettings
-from shardkit.core.mesh import DataParallelMesh
 from shardkit.core.parameters.param import FSDPParam
 from shardkit.core.runtime.collective import all_reduce
 from shardkit.core.runtime.lanes import NEXT_STAGE, Program, Reduction, hold
@@ -72,6 +71,7 @@ class Reduced(Group, Protocol):
     """A parameter group, which `group.py` documents."""
 
     reduce_plans: dict[tuple[Any, ...], ReducePlan]
+    when_delivered: list[Callable[[Sequence[FSDPParam]], None]]
 
 
 @dataclass
@@ -114,7 +114,7 @@ def take_gradients(
 
 
 def buckets(
-    mesh: DataParallelMesh,
+    group: Reduced,
     params: Sequence[FSDPParam],
     gradients: list[torch.Tensor],
     transport: Transport | None,
@@ -134,14 +134,14 @@ def buckets(
             [*compress(params, map(eq, kinds, repeat(kind)))],
             [*compress(gradients, map(eq, kinds, repeat(kind)))],
             *kind,
-            division_for(mesh.size, kind[1], settings.gradient_divide_factor, settings.force_sum_reduction),
+            division_for(group.mesh.size, kind[1], settings.gradient_divide_factor, settings.force_sum_reduction),
         )
         for kind in dict.fromkeys(kinds)
     ]
     gradients.clear()
-    if transport is None and not mesh.replicate_axes and settings.all_reduce_hook is None:
+    if transport is None and not group.mesh.replicate_axes and settings.all_reduce_hook is None:
         for bucket in found:
-            _deliver_unreduced(bucket)
+            _deliver_unreduced(group, bucket)
         return []
     return found
 
@@ -221,6 +221,8 @@ def _reduce(
             views = views_of(output.to(dtypes.pop()))
         for param, view in zip(params, views, strict=True):
             param.deliver(view)  # runs the user's gradient hooks, and an optimizer that steps in them
+        for call in group.when_delivered:
+            call(params)
     finally:
         note_freed(output, group.label, "reduce_output")
 
@@ -253,7 +255,7 @@ def _run_hook(hook: Callable[[torch.Tensor], None], output: torch.Tensor, stream
     lane.wait_stream(stream)
 
 
-def _deliver_unreduced(bucket: Bucket) -> None:
+def _deliver_unreduced(group: Reduced, bucket: Bucket) -> None:
     """A single rank, nothing to reduce: autograd's gradient becomes the sharded one without a copy."""
     division = bucket.division
     factors = [one for one in (division.before, division.after_scatter, division.after_all) if one not in (None, 1)]
@@ -262,3 +264,5 @@ def _deliver_unreduced(bucket: Bucket) -> None:
         for factor in factors:
             reduced = reduced / factor
         param.deliver(reduced)
+    for call in group.when_delivered:
+        call(bucket.params)
