@@ -75,8 +75,8 @@ def _train(rank: int, world_size: int, path: Path, name: str, options: dict[str,
         runs.check("four steps")
         assert len(seen) == 4 * LAYERS
         most = tier.resident + parameters * total // (3 * LAYERS) + 2 * LAYERS * resource.getpagesize()
-        assert max(seen) <= most, seen  # a step beside a gather: the shards of a group may come on top
-        assert not gathered or max(gathered) <= tier.resident + 2 * LAYERS * resource.getpagesize(), gathered
+        # A step beside a gather: the shards of a group may come on top.
+        assert max(*seen, *gathered) <= most, (seen, gathered)
         assert max(seen) > total // 8  # a part stays
         assert list(path.iterdir()) == []
         runs.optimizers[0].load_state_dict(copy.deepcopy(runs.optimizers[1].state_dict()))
