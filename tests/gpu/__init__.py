@@ -15,5 +15,5 @@ profiles. A machine without a GPU ends it with status 2, a check that fails with
     rank.py         such a process
     worlds.py       process groups on one GPU: several ranks over NCCL, or one that plays several
     training.py     networks, engines and measures that the parts share
-    right.py memory.py speed.py graphs.py tools.py offload.py        the parts
+    right.py memory.py speed.py graphs.py tools.py offload.py weights.py        the parts
 """

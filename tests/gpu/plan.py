@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.gpu.schedule import Check, Job
 
-PARTS = ["right", "memory", "speed", "graphs", "tools", "offload"]
+PARTS = ["right", "memory", "speed", "graphs", "tools", "offload", "weights"]
 
 _HOSTS = {
     "NCCL_HOSTID": "rank{rank}",
@@ -74,6 +74,8 @@ _GRAPHS = tuple(
 )
 _TOOLS = (Check("machine", "tools:machine"), Check("estimates", "tools:estimates"))
 _OFFLOAD = tuple(Check(name, f"offload:{name}") for name in ("bandwidth", "hidden", "overlapped", "activations"))
+_IPC = Check("one GPU", "weights:moved", ("IPC",))
+_PAIR = Check("a pair", "weights:moved", ("pair",))
 
 
 def jobs(facts: dict[str, Any]) -> list[Job]:
@@ -92,6 +94,7 @@ def jobs(facts: dict[str, Any]) -> list[Job]:
         Job("graphs", "rank of 2", _GRAPHS, 35, "mirror", 2, quiet=True),
         Job("tools", "this machine", _TOOLS, 40, "none", quiet=True),
         Job("offload", "rank of 2", _OFFLOAD, 70, "mirror", 2, quiet=True),
+        Job("weights", "CUDA IPC", (_IPC,), 60, "gloo", 2),
     ]
 
 
@@ -107,6 +110,7 @@ def _on_cpu() -> list[Job]:
         Job("graphs", "rank of 2", _GRAPHS, 70, "mirror", 2),
         Job("tools", "this machine", _TOOLS, 70, "none"),
         Job("offload", "rank of 2", _OFFLOAD, 200, "mirror", 2),
+        Job("weights", "gloo", (_PAIR, _IPC), 60, "gloo", 2),
     ]
 
 
@@ -124,6 +128,7 @@ def _trial(way: int) -> Job:
                 Job("right", "NCCL x4, bound", apart, 60, "bound", 4, env=env),
                 Job("right", "NCCL x2, registered", (registered,), 60, ranks=2, env=env),
                 *_checked("NCCL x2", "nccl", env),
+                Job("weights", "NCCL", (_PAIR,), 60, "gloo", 2, env=env),
             ]
         if way + 1 < len(_WAYS):
             return [_trial(way + 1)]

@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection as Pipe
 from typing import Any
@@ -87,6 +88,7 @@ def _stop_at(number: int, by: int) -> None:
             await self._loop.sock_sendall(self._socket, data[: len(data) // 2])
         if count == number:
             os.kill(os.getpid(), by)
+            time.sleep(TIMEOUT)  # noqa: ASYNC251 - another thread may be the one that takes the signal
         await send(self, message, data)
 
     Connection.send = counted

@@ -69,4 +69,4 @@ def test_only_changes_are_sent_to_those_that_have_the_version_before(shared, mon
             report = sending.wait()
             assert len(report.receivers) == len(receivers) and not report.failed
             # Fifty positions of four bytes and values; all of it again where the checksum differs.
-            assert report.nbytes == [whole, 400, 400, 400 + whole, 400][version]
+            assert (report.nbytes - 400 if version == 3 else report.nbytes) == [whole, 400, 400, whole, 400][version]

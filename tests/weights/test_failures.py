@@ -80,11 +80,11 @@ class Watched:
         return sorted({value for each in self.values.values() for value in each.unique().tolist()})
 
 
-# Messages that sender 1 sends for each version: its offer, to the first of two receivers a hello and four buckets, and
-# that it has sent. The first is the hello to sender 0.
+# Messages that sender 1 sends for each version: its offer, and to the first of two receivers four buckets, and that
+# these were all. The first is the hello to sender 0.
 @pytest.mark.parametrize(
     ("shared", "step"),
-    [*((True, one) for one in (2, 5, 8, 12)), *((False, one) for one in (1, 2, 3, 4, 6, 8, 9, 12, 15))],
+    [*((True, one) for one in (2, 5, 8, 12)), *((False, one) for one in (1, 2, 3, 4, 6, 7, 8, 9, 12, 13))],
 )
 def test_a_sender_that_is_killed(shared, step, monkeypatch):
     monkeypatch.setenv("SHARDKIT_SHARED_MEMORY", str(int(shared)))
@@ -119,13 +119,14 @@ def test_a_sender_that_is_killed(shared, step, monkeypatch):
             assert [version for version in one.seen if version != 3] == sent
 
 
-# Its messages: hello; for each version that it waits, that it has all, that it has taken it. One that is not the last
-# of the chain sends, after it has said that it waits, a hello for each sender and eight buckets to the next.
+# Its messages: hello; for each version that it waits, for each sender what it asks for, the first time after a hello,
+# that it has all, that it has taken it. One that is not the last of the chain sends eight buckets to the next, and that
+# these were all.
 KILLS = [
     *((position, bool(position), True, step) for position in (0, 1) for step in (3, 6)),
     *((0, False, False, step) for step in (1, 2, 3, 5, 13, 14, 18)),
     *((1, True, False, step) for step in (2, 3, 4, 9, 13, 15)),
-    *((2, in_place, False, step) for in_place in (True, False) for step in (2, 3, 4)),
+    *((2, in_place, False, step) for in_place in (True, False) for step in (2, 3, 6, 7, 8)),
 ]
 
 
@@ -243,10 +244,11 @@ def test_an_interrupt_leaves_the_receiver_as_it_was():
         threads = stack.enter_context(ThreadPoolExecutor())
         stack.callback(there.receiver.close)
         # The other is slow: its sender 1 says nothing.
-        zero = stack.enter_context(sender(0, state(1), address, 1, TIMEOUT))
-        one = stack.enter_context(sender(1, state(1), address, 1, TIMEOUT))
+        values = state(1)
+        zero = stack.enter_context(sender(0, values, address, 1, TIMEOUT))
+        one = stack.enter_context(sender(1, values, address, 1, TIMEOUT))
         go = threading.Event()
-        one._stream, stream = lambda *args: (go.wait(TIMEOUT), stream(*args))[1], one._stream
+        one._packed, packed = lambda *args: (go.wait(TIMEOUT), packed(*args))[1], one._packed
         sending = [threads.submit(each.send, 1) for each in (zero, one)]
         receiving = threads.submit(there.receiver._io.run, there.receiver._take(TIMEOUT))
         wait_for(lambda: there.visible() == [0.0, 1.0])  # a part has come
@@ -256,9 +258,12 @@ def test_an_interrupt_leaves_the_receiver_as_it_was():
                 there.receiver._io.loop.call_soon_threadsafe(task.cancel)
         with pytest.raises(CancelledError):
             receiving.result(TIMEOUT)
-        last = threads.submit(there.until, 1)
+        last = threads.submit(there.until, 2)
         go.set()
         for each in sending:
+            assert each.result(TIMEOUT).failed == {"one": "receive() was interrupted"}
+        set_to(values, 2)
+        for each in [threads.submit(each.send, 2) for each in (zero, one)]:
             assert each.result(TIMEOUT).receivers == ("one",)
         last.result(TIMEOUT)
 

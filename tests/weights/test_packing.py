@@ -29,13 +29,13 @@ def test_values_are_equal_over_any_two_layouts(there, here, dtype, limit):
         return
     for mine in boxes(shape, other, ranks[: len(other)]):
         wants = [Wanted(name, box, whole=False) for name in full for box in mine]
-        views = [(one.box, torch.zeros_like(full[one.name][slices(one.box)])) for one in wants]
+        views = [Values(one.box, torch.zeros_like(full[one.name][slices(one.box)])) for one in wants]
         for rank, pieces in plan(Provided(senders), wants, bucket=limit).items():
             for _, nbytes, run in buckets(pieces, limit):
                 bucket = torch.zeros(nbytes, dtype=torch.uint8)
                 pack(run, sources[rank], bucket)
                 unpack(run, bucket, views)
-        for want, (box, view) in zip(wants, views, strict=True):
+        for want, (box, view, _) in zip(wants, views, strict=True):
             wire = getattr(torch, dtypes[want.name])
             assert torch.equal(view, full[want.name][slices(box)].to(wire).to(view.dtype))
 

@@ -132,7 +132,13 @@ def tensor_parallel_worker(pipe, rank, directory, address):
         client.update_weights(pipe.recv())
         client.finish_weight_update()
         expected.load_weights(iter(torch.load(f"{directory}/state.pt").items()))
-        pipe.send((same(worker, expected), sum(worker._receiver._layout.sizes.values()), list(worker.whole)))
+        pipe.send(
+            (
+                same(worker, expected),
+                sum(run[1] for runs in worker._receiver._layout.runs.values() for run in runs),
+                list(worker.whole),
+            )
+        )
         pipe.recv()
 
 

@@ -2,20 +2,18 @@
 
 Note [Rounds]
 A version is sent in a round. It begins when all senders offer the version and all receivers that have joined are in
-`receive()`; those that are not, until the timeout, miss it. Bytes then stream to the receivers, and each of them says
-that it has all of its bytes, or why not. If a sender is lost, no receiver takes the version. Otherwise those that have
-it are told to take it, all at once; one that failed keeps what it had. Those that failed and are still there, such as
-the receivers behind one that has ended, get a second round of the same version.
+`receive()`; those that are not, until the timeout, miss it. The receivers then get the bytes from the senders, and each
+of them says that it has all of its bytes, or why not. If a sender is lost, no receiver takes the version. Otherwise
+those that have it are told to take it, all at once; one that failed keeps what it had.
 
-Nobody waits for a peer that is stopped: control connections carry signs of life. Senders and receivers watch the
-progress of their own transfers and report one that stalls, so a round has no timeout as long as bytes move.
+Nobody waits for a peer that is stopped: control connections carry signs of life. Receivers watch the progress of their
+own transfers and report one that stalls, so a round has no timeout as long as bytes move.
 
 Note [Chains]
-Receivers that want the same form a chain. Senders send to the first, and each passes the bytes on to the next as they
-come, so that the work of a sender does not grow with their number. Receivers of one host are neighbours. Those that
-have the version before come first, so that changes can be passed on as far as somebody can use them. The nearer a link
-is to the end, the less patience it has with a receiver that reads nothing: so it is that receiver that is left behind,
-and not all that wait for it.
+Receivers that want the same form a chain. The first gets its bytes from the senders, and each other one from the one
+before it, as they come, so that the work of a sender does not grow with their number. Receivers of one host are
+neighbours. Those that have the version before come first, so that changes can be passed on as far as somebody can use
+them. When a receiver is lost, the others are told, and the one after it gets the rest from the senders.
 """
 
 from __future__ import annotations
@@ -24,7 +22,6 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from shardkit.weights.boxes import Held, Piece, Wanted, decode, encode
 from shardkit.weights.plan import Provided, plan
@@ -32,19 +29,15 @@ from shardkit.weights.wire import Connection, Message, News
 
 __all__ = ["Coordinator"]
 
-_AGAIN_WITHIN = 5.0  # seconds, for receivers that failed to be ready again
-
 
 @dataclass
 class _Sender:
-    """A sender that has joined."""
+    """A sender that has joined; receivers reach it at `place`."""
 
-    rank: int
+    place: Message
     connection: Connection
     held: list[Held] = field(default_factory=list)
     offered: int | None = None
-    sent: bool = False
-    layouts: set[int] = field(default_factory=set)  # whose pieces it has been told
 
 
 @dataclass
@@ -68,10 +61,10 @@ class _Receiver:
     group: _Group
     connection: Connection
     state: str = "joined"
+    base: int | None = None  # the version that it has, by the number of its round
     layout: int = 0  # that it has been told
     taken: int = 0  # the round whose version it has taken
     problem: str = ""  # why it misses the version
-    chain: list[_Receiver] = field(default_factory=list)
 
     @property
     def takes_part(self) -> bool:
@@ -102,12 +95,12 @@ class Coordinator:
         connection.beat()
         try:
             hello = await connection.hear(self._timeout)
+            place = {"id": str(hello["id"]), "host": str(hello["host"]), "port": int(hello["port"])}
             if hello["as"] == "sender":
-                await self._serve_sender(connection, int(hello["rank"]), int(hello["world_size"]))
+                await self._serve_sender(_Sender(place, connection), int(hello["rank"]), int(hello["world_size"]))
             else:
                 wants = tuple(decode(Wanted, hello["wants"]))
                 group = self._groups.setdefault(wants, _Group(wants, len(self._groups)))
-                place = {"id": str(hello["id"]), "host": str(hello["host"]), "port": int(hello["port"])}
                 await self._serve_receiver(_Receiver(str(hello["name"]), place, group, connection))
         except (KeyError, TypeError, ValueError) as error:
             await self._say(connection, {"op": "refused", "reason": f"a message without sense: {error!r}"})
@@ -125,51 +118,42 @@ class Coordinator:
             offering = [one for one in self._senders.values() if one.offered is not None]
             for one in offering:
                 one.offered = None
-            await self._broadcast([(one.connection, {"op": "over"}) for one in self._receivers.values()])
+            await self._tell_receivers({"op": "over"})
             await self._broadcast([(one.connection, {"op": "result", **result}) for one in offering])
 
     async def say_goodbye(self) -> None:
         """Tells receivers that the senders close."""
-        await self._broadcast([(one.connection, {"op": "bye"}) for one in self._receivers.values()])
+        await self._tell_receivers({"op": "bye"})
 
     # -- peers
 
-    async def _serve_sender(self, connection: Connection, rank: int, world_size: int) -> None:
+    async def _serve_sender(self, sender: _Sender, rank: int, world_size: int) -> None:
         if world_size != self._world_size or not 0 <= rank < world_size:
             reason = f"sender {rank} of {world_size} does not belong to the {self._world_size} senders of sender 0"
-            await self._say(connection, {"op": "result", "error": f"{reason}; give all the same world_size"})
+            await self._say(sender.connection, {"op": "result", "error": f"{reason}; give all the same world_size"})
             return
         if rank in self._senders:
-            self._lose(self._senders[rank], "another process has taken its place")
-        sender = self._senders[rank] = _Sender(rank, connection)
+            self._lose(rank, self._senders[rank], "another process has taken its place")
+        self._senders[rank] = sender
         if not self._under_way:
             self._lost.pop(rank, None)
         reason = "its process has ended"
         try:
-            while True:
-                message = await connection.hear(self._timeout)
-                if message["op"] == "offer":
-                    if message["held"] is not None:
-                        sender.held, self._provided = decode(Held, message["held"]), None
-                    sender.offered = int(message["version"])
-                elif message["op"] == "sent":
-                    sender.sent = True
-                    for one in list(self._receivers.values()):
-                        if problem := message["failed"].get(one.place["id"]):
-                            await self._miss(one, f"sender {rank}: {problem}")
-                elif message["op"] == "bye":
-                    reason = "it was closed"
-                    return
+            while (message := await sender.connection.hear(self._timeout))["op"] == "offer":
+                if message["held"] is not None:
+                    sender.held, self._provided = decode(Held, message["held"]), None
+                sender.offered = int(message["version"])
                 self._news.tell()
+            reason = "it was closed"
         except TimeoutError as error:
             reason = str(error)
         finally:
-            self._lose(sender, reason)
+            self._lose(rank, sender, reason)
 
-    def _lose(self, sender: _Sender, reason: str) -> None:
-        if self._senders.get(sender.rank) is sender:
-            del self._senders[sender.rank]
-            self._lost[sender.rank] = reason
+    def _lose(self, rank: int, sender: _Sender, reason: str) -> None:
+        if self._senders.get(rank) is sender:
+            del self._senders[rank]
+            self._lost[rank] = reason
             self._provided = None
             sender.connection.close()
             self._news.tell()
@@ -187,15 +171,13 @@ class Coordinator:
                 message = await receiver.connection.hear(self._timeout)
                 op, here = message["op"], message.get("round") == self._round
                 if op == "ready" and message["layout"] == receiver.layout:
-                    receiver.state = "ready"
-                    receiver.place |= {"segment": message["segment"], "base": message["base"]}
+                    receiver.state, receiver.base = "ready", message["base"]
                 elif op == "staged" and here:
                     receiver.state = "staged"
                 elif op == "taken" and here:
                     receiver.state, receiver.taken = "joined", self._round
                 elif op == "failed" and here:
-                    await self._miss(receiver, str(message["reason"]))
-                    receiver.state = "joined"
+                    receiver.state, receiver.problem = "joined", receiver.problem or str(message["reason"])
                 self._news.tell()
         except TimeoutError as error:
             reason = str(error)
@@ -203,19 +185,10 @@ class Coordinator:
             if self._receivers.get(receiver.place["id"]) is receiver:
                 del self._receivers[receiver.place["id"]]
             if receiver.taken != self._round:
-                await self._miss(receiver, reason)
+                receiver.problem = receiver.problem or reason
             receiver.state = "gone"
             self._news.tell()
-
-    async def _miss(self, receiver: _Receiver, problem: str) -> None:
-        """A receiver misses the version, and so do those behind it that do not have all of it."""
-        receiver.problem = receiver.problem or problem
-        said = []
-        for one in receiver.chain[receiver.chain.index(receiver) :] if receiver in receiver.chain else ():
-            if one.state == "receiving":
-                one.problem = one.problem or f"{receiver.name}, which was to pass it on, has failed: {problem}"
-                said.append((one.connection, {"op": "abort", "round": self._round, "reason": one.problem}))
-        await self._broadcast(said)
+            await self._tell_receivers({"op": "lost", "id": receiver.place["id"]})
 
     # -- rounds
 
@@ -228,7 +201,7 @@ class Coordinator:
         if self._provided is None:
             self._provided = Provided({rank: one.held for rank, one in self._senders.items()})
         await self._plan()
-        await self._broadcast([(one.connection, {"op": "offered"}) for one in self._receivers.values()])
+        await self._tell_receivers({"op": "offered"})
         # Those that join while a round runs wait for the next.
         self._awaits_receivers = True
         await self._news.until(self._all_ready, self._timeout)
@@ -243,30 +216,16 @@ class Coordinator:
             }
         self._least = 0
         taking = [one for one in joined if one.takes_part]
-        failed = {
-            one.name: one.group.refused or f"it has not called receive() within {self._timeout:g} s"
-            for one in joined
-            if one not in taking
-        }
-        took: list[str] = []
-        name = self._round + 1
-        for attempt in (1, 2):
-            if taking and (problem := await self._transfer(taking, version, name)):
-                return {"error": problem, "lost": True}
-            took += [one.name for one in taking if not one.problem]
-            failed |= {one.name: one.problem for one in taking if one.problem}
-            taking = [one for one in taking if one.problem and attempt == 1]
-            await self._ready_again(taking)
-            taking = [one for one in taking if one.takes_part]
-        wanted = {want.name for one in self._receivers.values() for want in one.group.wants}
-        unused = sorted(set(self._provided.tensors if self._provided else ()) - wanted)
-        failed = {one: reason for one, reason in failed.items() if one not in took}
+        for one in joined:
+            absent = one.group.refused or f"it has not called receive() within {self._timeout:g} s"
+            one.problem = "" if one in taking else absent
+        wanted = {want.name for one in joined for want in one.group.wants}
+        unused = sorted(set(self._provided.tensors) - wanted)
+        if taking and (problem := await self._transfer(taking, version)):
+            return {"error": problem, "lost": True}
+        took = [one.name for one in joined if not one.problem]
+        failed = {one.name: one.problem for one in joined if one.problem}
         return {"version": version, "receivers": took, "failed": failed, "unused": unused}
-
-    async def _ready_again(self, failed: Sequence[_Receiver]) -> None:
-        await self._news.until(
-            lambda: all(one.takes_part or one.state == "gone" for one in failed), min(self._timeout, _AGAIN_WITHIN)
-        )
 
     async def _await_offers(self) -> str:
         """Waits until all senders offer; returns what is wrong, or ""."""
@@ -289,44 +248,31 @@ class Coordinator:
         return ""
 
     def _losses(self) -> str:
-        return (
-            "; ".join(f"sender {rank} is gone: {reason}" for rank, reason in sorted(self._lost.items()))
-            + "; restart it, then send again"
-        )
+        lost = (f"sender {rank} is gone: {reason}" for rank, reason in sorted(self._lost.items()))
+        return "; ".join(lost) + "; restart it, then send again"
 
     def _all_ready(self) -> bool:
         ready = all(one.takes_part or one.group.refused for one in self._receivers.values())
         return (ready and len(self._receivers) >= self._least) or bool(self._lost)
 
-    async def _transfer(self, taking: Sequence[_Receiver], version: int | None, name: int) -> str:
-        """One round: senders send, receivers receive and take it; returns why nobody does, or ""."""
+    async def _transfer(self, taking: Sequence[_Receiver], version: int | None) -> str:
+        """One round: receivers get the version and take it; returns why nobody does, or ""."""
         self._round += 1
-        senders = list(self._senders.values())
         for receiver in taking:
-            receiver.state, receiver.problem = "receiving", ""
-        for sender in senders:
-            sender.sent = False
-        chains = _chains(taking)
-        begin = {"op": "begin", "round": self._round, "version": version, "name": name}
+            receiver.state = "receiving"
+        begin = {"op": "begin", "round": self._round, "version": version}
         said: list[tuple[Connection, Message]] = []
-        for chain in chains:
-            for number, receiver in enumerate(chain, 1):
-                receiver.chain = chain
-                after = _told(chain[number]) if number < len(chain) else None
-                patience = 1 - number / (2 * len(chain))
-                said.append((receiver.connection, {**begin, "next": after, "patience": patience}))
-        said += [(sender.connection, self._go(sender, chains, name)) for sender in senders]
+        for chain in _chains(taking):
+            for number, one in enumerate(chain):
+                said.append((one.connection, {**begin, "before": chain[number - 1].place if number else None}))
         await self._broadcast(said)
         await self._news.until(
             lambda: bool(self._lost) or all(one.state != "receiving" or one.problem for one in taking)
         )
-        await self._news.until(lambda: bool(self._lost) or all(one.sent for one in senders), self._timeout)
-        problem = self._losses() if self._lost else ""
-        if not problem and (late := [one.rank for one in senders if not one.sent]):
-            problem = f"senders {late} have not ended sending within {self._timeout:g} s; read their logs"
+        lost = self._losses() if self._lost else ""
         said = []
         for one in taking:
-            one.problem = problem or one.problem
+            one.problem = lost or one.problem
             verdict = {"op": "abort", "reason": one.problem} if one.problem else {"op": "commit"}
             said.append((one.connection, {**verdict, "round": self._round}))
         await self._broadcast(said)
@@ -334,26 +280,7 @@ class Coordinator:
         for one in taking:
             if not one.problem and one.taken != self._round:
                 one.problem = f"it has not taken the version within {self._timeout:g} s"
-        return problem
-
-    def _go(self, sender: _Sender, chains: Sequence[Sequence[_Receiver]], name: int) -> Message:
-        """Told to a sender: the first receiver of each chain, and pieces that it does not know yet."""
-        heads = {chain[0].layout: chain[0] for chain in chains}
-        streams = {
-            number: encode(one.group.pieces.get(sender.rank, []))
-            for number, one in heads.items()
-            if number not in sender.layouts
-        }
-        living = {one.layout for one in self._receivers.values()}
-        sender.layouts = (sender.layouts | set(heads)) & (living | set(heads))
-        return {
-            "op": "go",
-            "round": self._round,
-            "name": name,
-            "heads": {number: _told(one) for number, one in heads.items()},
-            "streams": streams,
-            "layouts": sorted(sender.layouts),
-        }
+        return lost
 
     # -- plans
 
@@ -373,18 +300,22 @@ class Coordinator:
                     refused = str(error)
                 self._layouts += 1
                 group.provided, group.pieces, group.refused, group.layout = provided, pieces, refused, self._layouts
+            places = {rank: one.place for rank, one in self._senders.items()}
             for one in self._receivers.values():
                 if one.layout == one.group.layout:
                     continue
                 one.layout, one.state = one.group.layout, "joined"
                 message: Message = {"op": "refused", "reason": one.group.refused}
                 if not one.group.refused:
-                    senders = {rank: encode(pieces) for rank, pieces in one.group.pieces.items()}
+                    senders = {rank: [places.get(rank), encode(pieces)] for rank, pieces in one.group.pieces.items()}
                     message = {"op": "layout", "number": one.layout, "bucket": self._bucket, "senders": senders}
                 said.append((one.connection, message))
             await self._broadcast(said)
 
     # -- telling
+
+    async def _tell_receivers(self, message: Message) -> None:
+        await self._broadcast([(one.connection, message) for one in self._receivers.values()])
 
     async def _broadcast(self, said: Sequence[tuple[Connection, Message]]) -> None:
         await asyncio.gather(*(self._say(connection, message) for connection, message in said))
@@ -401,11 +332,6 @@ class Coordinator:
 def _chains(taking: Sequence[_Receiver]) -> list[list[_Receiver]]:
     """Receivers of the same bytes in the order in which they pass them on; see Note [Chains]."""
     chains: dict[int, list[_Receiver]] = {}
-    for one in sorted(taking, key=lambda one: (-(one.place["base"] or 0), one.place["host"])):
+    for one in sorted(taking, key=lambda one: (-(one.base or 0), one.place["host"])):
         chains.setdefault(one.layout, []).append(one)
     return list(chains.values())
-
-
-def _told(receiver: _Receiver) -> dict[str, Any]:
-    """The words in which others are told of a receiver."""
-    return {**receiver.place, "name": receiver.name}

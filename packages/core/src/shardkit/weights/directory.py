@@ -63,7 +63,7 @@ class DirectoryReceiver(WeightReceiver):
     def receive(self, timeout: float | None = None) -> int:
         """Waits for the next version and writes it; returns its number. Raises as `WeightReceiver.receive`."""
         if not (self.directory / _PARTIAL).exists():
-            self._views = [(want.box, view) for one in self._create() for want, view in one.parts()]
+            self._set_targets(self._create())
         return super().receive(timeout)
 
     def path(self, version: int) -> Path:

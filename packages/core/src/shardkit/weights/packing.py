@@ -88,11 +88,11 @@ def pack(pieces: Sequence[Piece], source: Source, bucket: torch.Tensor) -> None:
 
 
 @torch.inference_mode()  # targets may be inference tensors
-def unpack(pieces: Sequence[Piece], bucket: torch.Tensor, views: Sequence[tuple[Box, torch.Tensor]]) -> None:
+def unpack(pieces: Sequence[Piece], bucket: torch.Tensor, views: Sequence[Values]) -> None:
     """Copies pieces out of `bucket` into the views that want them, by number."""
     offset = 0
     for piece in pieces:
-        box, view = views[piece.want]
+        box, view, _ = views[piece.want]
         view[_within(box, piece.box)].copy_(_in_bucket(bucket, offset, piece))
         offset += piece.nbytes
 

@@ -8,24 +8,26 @@ import os
 import secrets
 import socket
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import torch
 
-from shardkit.weights.boxes import Box, Piece, Wanted, decode, dtype_named, encode
+from shardkit.weights.boxes import Piece, decode, dtype_named, encode
 from shardkit.weights.delta import apply
-from shardkit.weights.lanes import Lane
-from shardkit.weights.packing import bytes_of, unpack
+from shardkit.weights.packing import Values, pack, unpack
 from shardkit.weights.plan import buckets
-from shardkit.weights.shared import SharedStaging, Staging
+from shardkit.weights.shared import Staging
+from shardkit.weights.streams import Bucket, Buckets, Inlet, Outlet
 from shardkit.weights.targets import Target
-from shardkit.weights.wire import Closing, Connection, IOThread, Message, News, call, listen, parse, secret_for, serve
+from shardkit.weights.wire import Closing, Connection, IOThread, Message, News, join, parse, secret_for
 
 __all__ = ["SendersClosed", "WeightReceiver"]
 
 _RETRY = 0.2  # seconds
-_STEP = 4 << 20  # bytes, after which progress is noted
 
 
 class SendersClosed(ConnectionError):
@@ -40,80 +42,36 @@ class _Layout:
     """The pieces that each sender sends, told once for all versions until something changes.
 
     Attributes:
-        runs: offset, bytes and pieces of each bucket, by sender.
-        holds: the name of the version that `staging` has.
+        runs: offset, bytes and pieces of each bucket, by sender; `senders` has where it is, and its pieces.
+        holds: the version that `staging` has, by the number of its round.
     """
 
     number: int
-    bucket: int
+    senders: dict[int, tuple[Message, list[list[Any]]]]
     runs: dict[int, list[tuple[int, int, list[Piece]]]]
     staging: Staging | None = None
     holds: int | None = None
 
-    @property
-    def sizes(self) -> dict[int, int]:
-        """Bytes from each sender."""
-        return {rank: sum(nbytes for _, nbytes, _ in runs) for rank, runs in self.runs.items()}
-
 
 @dataclass
 class _Round:
-    """A version on its way; `name` is that of all its rounds."""
+    """A version on its way.
+
+    Attributes:
+        before: the receiver from which this one gets all, if it is not from the senders.
+        done: how many buckets of each sender are where they belong.
+        changes: those that have come, by sender and number of the bucket, for the receiver after this one.
+    """
 
     number: int
     version: int
-    name: int
     layout: _Layout
-    missing: dict[int, int]  # bytes that have not come, by sender
-    after: Message | None  # the receiver to which this one passes all on, and
-    patience: float  # how long it waits for that to read
+    before: Message | None
     problem: str = ""
     committed: bool = False
-    moved: float = field(default_factory=time.monotonic)
-    sources: dict[asyncio.Task[None], Connection] = field(default_factory=dict)
-    lanes: list[Lane] = field(default_factory=list)
-    buckets: asyncio.Queue[torch.Tensor] = field(default_factory=asyncio.Queue)  # free ones; all or none exist
-    has_buckets: bool = False
-
-    async def bucket(self) -> torch.Tensor:
-        """One of two buckets, when it is free."""
-        if not self.has_buckets:
-            self.has_buckets = True
-            for _ in range(2):
-                self.buckets.put_nowait(torch.empty(self.layout.bucket, dtype=torch.uint8))
-        return await self.buckets.get()
-
-    def release(self, bucket: torch.Tensor | None) -> None:
-        """May be filled again. Also after an error: another source may wait for it."""
-        if bucket is not None:
-            self.buckets.put_nowait(bucket)
-
-
-@dataclass
-class _Bucket:
-    """Bytes from a sender: some pieces, or what has changed in them.
-
-    Attributes:
-        staged: where they are kept beside the targets.
-        memory: one of two buckets, into which they come if they are not kept, or are changes.
-    """
-
-    message: Message
-    rank: int
-    pieces: list[Piece]
-    staged: torch.Tensor | None = None
-    memory: torch.Tensor | None = None
-
-    @property
-    def told(self) -> Message | None:
-        return self.message.get("changes")
-
-    @property
-    def data(self) -> torch.Tensor:
-        if self.memory is not None:
-            return self.memory[: int(self.told["bytes"]) if self.told else self.message["nbytes"]]
-        assert self.staged is not None
-        return self.staged
+    done: Counter[int] = field(default_factory=Counter)
+    changes: dict[tuple[int, int], tuple[Message, torch.Tensor]] = field(default_factory=dict)
+    pulls: list[asyncio.Task[None]] = field(default_factory=list)
 
 
 class WeightReceiver(Closing):
@@ -146,12 +104,7 @@ class WeightReceiver(Closing):
     ) -> None:
         if not targets:
             raise ValueError("a receiver without targets; pass those of targets_of or targets_for")
-        self._wants: list[Wanted] = []
-        self._views: list[tuple[Box, torch.Tensor]] = []
-        for target in targets:
-            for want, view in target.parts():
-                self._wants.append(want)
-                self._views.append((want.box, view))
+        self._set_targets(targets)
         self.name = name or f"{socket.gethostname()}:{os.getpid()}"
         self.version: int | None = None
         self.passed_on = 0  # bytes, to the receiver after this one
@@ -164,7 +117,9 @@ class WeightReceiver(Closing):
         self._layout: _Layout | None = None
         self._round: _Round | None = None
         self._begun = 0  # the last round
-        self._segment: SharedStaging | None = None  # of the receiver after this one
+        self._free = Buckets(0)
+        self._inlets: dict[tuple[str, int], Inlet] = {}  # by process, and the sender whose bytes come
+        self._device = self._views[0].tensor.device
         self._waiting = self._offered = self._closed = False
         self._refused = self._last = ""
         self._broken: Exception | None = None
@@ -205,6 +160,11 @@ class WeightReceiver(Closing):
         self._io.close()
         self._control = self._layout = self._round = None
 
+    def _set_targets(self, targets: Sequence[Target]) -> None:
+        parts = [part for target in targets for part in target.parts()]
+        self._wants = [want for want, _ in parts]
+        self._views = [Values(want.box, view) for want, view in parts]
+
     def _write(self, taken: _Round) -> None:
         """Copies a version from beside the targets into them."""
         if (staging := taken.layout.staging) is None:
@@ -214,7 +174,7 @@ class WeightReceiver(Closing):
                 self._unpack(pieces, staging.part(rank, offset, nbytes))
 
     def _unpack(self, pieces: Sequence[Piece], data: torch.Tensor) -> None:
-        device = self._views[pieces[0].want][1].device
+        device = self._views[pieces[0].want].tensor.device
         unpack(pieces, data.to(device), self._views)
         if device.type == "cuda":  # the data may be overwritten as soon as this returns
             torch.cuda.current_stream(device).synchronize()
@@ -236,25 +196,25 @@ class WeightReceiver(Closing):
 
     async def _take_part(self) -> None:
         """Is joined, until the connection ends."""
-        connection = await call(self._host, self._port, self._secret)
-        listener = listen(connection.own_host, 0)
-        host, port = listener.getsockname()[:2]
-        serving = asyncio.create_task(serve(listener, self._secret, self._source))
+        hello = {"as": "receiver", "id": self._id, "name": self.name, "wants": encode(self._wants)}
+        connection = await join(self._host, self._port, self._secret, hello, self._pass_on)
         try:
-            hello = {"as": "receiver", "id": self._id, "name": self.name, "host": host, "port": port}
-            await connection.send({**hello, "wants": encode(self._wants)})
-            connection.beat()
             self._control, self._closed, self._refused = connection, False, ""
             self._news.tell()
             while True:
                 await self._act(await connection.hear(self._timeout))
                 self._news.tell()
         finally:
-            serving.cancel()
             connection.close()
             self._control, self._layout, self._offered = None, None, False
+            self._close_inlets(set())
             if self._round is not None:
                 self._fail(self._round, "sender 0 is gone")
+
+    def _close_inlets(self, but: set[str]) -> None:
+        """Those to processes that no bytes are to come from any more."""
+        for key in [key for key in self._inlets if key[0] not in but]:
+            self._inlets.pop(key).close()
 
     async def _say(self, message: Message) -> None:
         """Tells sender 0; if it is gone, that is seen where it is heard."""
@@ -267,10 +227,10 @@ class WeightReceiver(Closing):
         found = self._round if self._round is not None and self._round.number == message.get("round") else None
         match message["op"]:
             case "layout":
-                pieces = {int(rank): decode(Piece, one) for rank, one in message["senders"].items()}
-                bucket = int(message["bucket"])
-                runs = {rank: buckets(one, bucket) for rank, one in pieces.items()}
-                self._layout = _Layout(int(message["number"]), bucket, runs)
+                senders, bucket = {int(rank): one for rank, one in message["senders"].items()}, int(message["bucket"])
+                runs = {rank: buckets(decode(Piece, pieces), bucket) for rank, (_, pieces) in senders.items()}
+                self._layout, self._free = _Layout(int(message["number"]), senders, runs), Buckets(bucket)
+                self._close_inlets(set())  # their pieces are others
                 self._refused = self._misfit()
                 if self._waiting and not self._refused:
                     await self._ready()
@@ -284,6 +244,8 @@ class WeightReceiver(Closing):
                 found.committed = not found.problem
             case "abort" if found is not None:
                 self._fail(found, str(message["reason"]))
+            case "lost":
+                self._close_inlets({key for key, _ in self._inlets} - {message["id"]})
             case "refused":
                 self._refused = str(message["reason"])
             case "bye":
@@ -293,7 +255,7 @@ class WeightReceiver(Closing):
         """Why a piece cannot be cast to what it is written into; "" if all can."""
         assert self._layout is not None
         for piece in (piece for runs in self._layout.runs.values() for _, _, pieces in runs for piece in pieces):
-            here = self._views[piece.want][1].dtype
+            here = self._views[piece.want].tensor.dtype
             there = dtype_named(piece.dtype)
             # Values of float8 mean nothing without a scale.
             castable = here.is_floating_point and there.is_floating_point and min(here.itemsize, there.itemsize) > 1
@@ -303,125 +265,156 @@ class WeightReceiver(Closing):
 
     async def _ready(self) -> None:
         """Says that this receiver waits for a version."""
-        layout = self._layout
-        if layout is None:
+        if (layout := self._layout) is None:
             return
-        place = None
-        if not self._in_place:
-            if layout.staging is None:
-                layout.staging, layout.holds = Staging(layout.sizes), None
-            place = layout.staging.place()
-        await self._say({"op": "ready", "layout": layout.number, "segment": place, "base": layout.holds})
+        if not self._in_place and layout.staging is None:
+            sizes = {rank: sum(nbytes for _, nbytes, _ in runs) for rank, runs in layout.runs.items()}
+            layout.staging, layout.holds = Staging(sizes), None
+        await self._say({"op": "ready", "layout": layout.number, "base": layout.holds})
 
     async def _begin(self, message: Message) -> None:
         self._begun = int(message["round"])
         if not self._waiting or self._layout is None or self._round is not None:
             await self._say({"op": "failed", "round": self._begun, "reason": "it does not wait in receive()"})
             return
-        self._round = _Round(
-            self._begun,
-            int(message["version"]),
-            int(message["name"]),
-            self._layout,
-            {rank: nbytes for rank, nbytes in self._layout.sizes.items() if nbytes},
-            message["next"],
-            message["patience"] * self._timeout,
-        )
-        if self._round.after is not None:
-            self._segment = SharedStaging.opened(self._round.after["segment"], self._segment)
+        layout, before = self._layout, message["before"]
+        found = _Round(self._begun, int(message["version"]), layout, before)
+        self._close_inlets({before["id"]} if before else {place["id"] for place, _ in layout.senders.values()})
+        found.pulls = [asyncio.create_task(self._pull(found, rank)) for rank, runs in layout.runs.items() if runs]
+        for task in found.pulls:
+            task.add_done_callback(lambda _: self._news.tell())
+        self._round = found
 
     def _fail(self, found: _Round, reason: str) -> None:
         if not found.problem:
             found.problem = reason
             self._news.tell()
 
-    async def _source(self, connection: Connection) -> None:
-        """Takes what one sender sends in one round, from it or from the receiver before this one."""
-        hello = await connection.receive()
-        rank, number = int(hello["rank"]), int(hello["round"])
-        if hello["receiver"] != self._id:
-            return
-        await self._news.until(lambda: self._begun >= number, self._timeout)
-        found = self._round
-        if found is None or found.number != number or found.problem or not found.missing.get(rank):
-            return
-        task = asyncio.current_task()
-        assert task is not None
-        found.sources[task] = connection
-        lane, passing = None, None
-        if found.after is not None:
-            lane = Lane(found.after, rank, self._segment, self._secret, found.patience)
-            found.lanes.append(lane)
-            passing = asyncio.create_task(lane.run(number))
-        try:
-            await self._take_buckets(found, connection, rank, lane)
-            del found.missing[rank]
-        except Exception as error:  # noqa: BLE001 - whatever it is, the version is not complete
-            left = found.missing[rank]
-            self._fail(found, f"the bytes of sender {rank} ended with {left} to come: {error!r}")
-        finally:
-            del found.sources[task]
-            self._news.tell()
-            connection.close()
-            if lane is not None and passing is not None:
-                lane.end(found.problem)
-                await passing
+    # -- the bytes of one sender
 
-    async def _take_buckets(self, found: _Round, connection: Connection, rank: int, lane: Lane | None) -> None:
+    async def _pull(self, found: _Round, rank: int) -> None:
+        """Gets them from the receiver before this one, or from the sender; the whole if changes do not fit."""
+        layout = found.layout
+        sender, pieces = layout.senders[rank]
+        ways = [(sender, layout.holds), (sender, None)] if layout.holds else [(sender, None)]
+        for place, base in [(found.before, layout.holds), *ways] if found.before else ways:
+            key = (place["id"], rank)
+            try:
+                if key not in self._inlets:
+                    hello = {"rank": rank, "pieces": pieces if place is sender else None}
+                    self._inlets[key] = await Inlet.opened(place, self._secret, self._device, self._timeout, hello)
+                await self._pull_from(self._inlets[key], found, rank, base)
+                return
+            except Exception as error:  # noqa: BLE001 - whatever it is, the version is not complete
+                problem = str(error) or repr(error)
+                if key in self._inlets:
+                    self._inlets.pop(key).close()
+            if found.problem:
+                return
+        left = sum(nbytes for _, nbytes, _ in layout.runs[rank][found.done[rank] :])
+        self._fail(found, f"the bytes of sender {rank} ended with {left} to come: {problem}")
+
+    async def _pull_from(self, inlet: Inlet, found: _Round, rank: int, base: int | None) -> None:
         """While one bucket comes, the one before it is used."""
+        layout, first = found.layout, found.done[rank]
+        segment = layout.staging.place(rank) if layout.staging is not None else None
+        ask = {"round": found.number, "version": found.version, "first": first, "base": base, "segment": segment}
+        await inlet.ask(ask)
         before: asyncio.Task[None] | None = None
         try:
-            for offset, nbytes, pieces in found.layout.runs[rank]:
-                message = await connection.receive()
+            for number in range(first, len(layout.runs[rank])):
+                message = await inlet.next()
+                offset, nbytes, _ = layout.runs[rank][number]
                 if (message.get("at"), message.get("nbytes")) != (offset, nbytes):
                     raise ConnectionError(f"it sends {message}, expected {nbytes} bytes at {offset}")
-                one = _Bucket(message, rank, pieces)
-                if found.layout.staging is not None:
-                    one.staged = found.layout.staging.part(rank, offset, nbytes)
+                by_device = message["by"] == "device"
+                bucket = None
+                if changes := message.get("changes"):
+                    data = torch.empty(min(int(changes["bytes"]), nbytes), dtype=torch.uint8)
+                elif layout.staging is None or by_device:
+                    bucket = await self._free.get()
+                    data = bucket.on(self._device if by_device else torch.device("cpu"), nbytes)
+                else:
+                    data = layout.staging.part(rank, offset, nbytes)
                 try:
-                    if one.staged is None or one.told:
-                        one.memory = await found.bucket()
-                    if not message["shared"]:
-                        await self._fill(found, connection, one.data)
+                    await inlet.read(message, data)
                     if before is not None:
                         await before
                 except BaseException:
-                    found.release(one.memory)
+                    if bucket is not None:
+                        self._free.put_nowait(bucket)
                     raise
-                before = asyncio.create_task(self._use(found, one, lane))
+                before = asyncio.create_task(self._use(found, rank, number, changes, data, bucket))
             if before is not None:
                 await before
+            await inlet.next()  # that all are as they were sent
         finally:
             if before is not None:
                 await asyncio.wait([before])  # what is given up must not be written later
 
-    async def _fill(self, found: _Round, connection: Connection, data: torch.Tensor) -> None:
-        memory = bytes_of(data)
-        for start in range(0, len(memory), _STEP):
-            await connection.receive_into(memory[start : start + _STEP])
-            found.moved = time.monotonic()
-
-    async def _use(self, found: _Round, one: _Bucket, lane: Lane | None) -> None:
-        """Writes a bucket, or its changes, and passes it on."""
-        sent = asyncio.Event()
-        # The next receiver may lack what the changes are to.
-        whole_next = one.told and found.after is not None and found.after["base"] != found.layout.holds
+    async def _use(
+        self, found: _Round, rank: int, number: int, changes: Message | None, data: torch.Tensor, bucket: Bucket | None
+    ) -> None:
+        """Writes a bucket, or its changes, to where it belongs."""
+        offset, nbytes, pieces = found.layout.runs[rank][number]
         try:
-            if lane is not None and not whole_next:
-                lane.put(one.message, one.data, sent.set)
-            if one.staged is None:
+            if found.layout.staging is None:
                 self.valid, self.version = False, None
-                await asyncio.to_thread(self._unpack, one.pieces, one.data)
-            elif one.told:
-                await asyncio.to_thread(apply, one.told, one.data, one.staged)
-            if lane is not None and whole_next:
-                lane.put({"at": one.message["at"], "nbytes": one.message["nbytes"]}, one.staged, sent.set)
-            if lane is not None and one.memory is not None:
-                await sent.wait()
+                await asyncio.to_thread(self._unpack, pieces, data)
+            elif changes:
+                await asyncio.to_thread(apply, changes, data, found.layout.staging.part(rank, offset, nbytes))
+                found.changes[rank, number] = changes, data
+            elif bucket is not None:
+                await asyncio.to_thread(found.layout.staging.part(rank, offset, nbytes).copy_, data)
         finally:
-            found.release(one.memory)
-        found.missing[one.rank] -= one.message["nbytes"]
-        found.moved = time.monotonic()
+            if bucket is not None:
+                self._free.put_nowait(bucket)
+        found.done[rank] = number + 1
+        self._news.tell()
+
+    async def _pass_on(self, connection: Connection) -> None:
+        """Sends the receiver after this one what has come from one sender, in version after version."""
+        hello = await connection.receive()
+        rank = int(hello["rank"])
+        with contextlib.closing(Outlet(connection, hello, self._timeout)) as outlet:
+            while True:
+                ask = await outlet.asked()
+                found, before = await self._round_of(ask), outlet.nbytes
+                ready = partial(self._here, found, rank)
+                packed = partial(self._packed, found, rank, ask["base"])
+                await outlet.send(range(int(ask["first"]), len(found.layout.runs[rank])), self._free, ready, packed)
+                self.passed_on += outlet.nbytes - before
+
+    async def _round_of(self, ask: Message) -> _Round:
+        await self._news.until(lambda: self._begun >= ask["round"], self._timeout)
+        if self._round is None or self._round.number != ask["round"]:
+            raise ConnectionError(f"round {ask['round']} is over; read the logs of both receivers")
+        return self._round
+
+    async def _here(self, found: _Round, rank: int, number: int) -> None:
+        await self._news.until(lambda: found.done[rank] > number or bool(found.problem))
+        if found.problem:
+            raise ConnectionError(f"this receiver has given up: {found.problem}")
+
+    async def _packed(
+        self, found: _Round, rank: int, base: int | None, number: int, bucket: Bucket
+    ) -> tuple[Message, torch.Tensor]:
+        """The message and the bytes of a bucket that is here."""
+        offset, nbytes, pieces = found.layout.runs[rank][number]
+        message: Message = {"at": offset, "nbytes": nbytes}
+        if (rank, number) in found.changes and base == found.layout.holds:
+            message["changes"], data = found.changes[rank, number]
+            return message, data
+        if found.layout.staging is not None:
+            return message, found.layout.staging.part(rank, offset, nbytes)
+        if odd := next((one for one in pieces if dtype_named(one.dtype) != self._views[one.want].tensor.dtype), None):
+            raise ConnectionError(f"{odd.name}: this receiver has cast it; ask the sender for it")
+        source: dict[str, list[Values]] = {}
+        for one in pieces:
+            source.setdefault(one.name, []).append(self._views[one.want])
+        data = bucket.on(self._device, nbytes)
+        await asyncio.to_thread(pack, pieces, source, data)
+        return message, data
 
     async def _take(self, within: float) -> _Round:
         """Waits until a version is complete and all take it."""
@@ -461,13 +454,7 @@ class WeightReceiver(Closing):
 
     async def _complete(self, found: _Round) -> bool:
         """Whether all bytes come, and all receivers take the version."""
-        while found.missing and not found.problem:
-            quiet = time.monotonic() - found.moved
-            if quiet > self._timeout:
-                left = ", ".join(f"{nbytes} bytes of sender {rank}" for rank, nbytes in found.missing.items())
-                self._fail(found, f"nothing has come for {self._timeout:g} s; still missing: {left}")
-            limit = max(self._timeout - quiet, 0) + 0.01
-            await self._news.until(lambda: not found.missing or bool(found.problem), limit)
+        await self._news.until(lambda: all(one.done() for one in found.pulls) or bool(found.problem))
         if not found.problem:
             await self._say({"op": "staged", "round": found.number})
             # Others may be slower. Sender 0 sees to it that they end, and that it lives is seen where it is heard.
@@ -477,23 +464,16 @@ class WeightReceiver(Closing):
     async def _give_up(self, found: _Round) -> None:
         """Leaves a round; what was written in place stays, and is not valid."""
         self._last = f"version {found.version}: {found.problem}"
-        sources = list(found.sources)
         # Closed rather than cancelled: a bucket that is being written in a thread must not be written later.
-        for connection in found.sources.values():
-            connection.close()
-        for lane in found.lanes:
-            lane.end("a receiver before it in the chain has failed")
-        if sources:
-            await asyncio.wait(sources)
+        self._close_inlets(set())
+        if found.pulls:
+            await asyncio.wait(found.pulls)
         found.layout.staging = None  # a sender that comes late may still write there
         if self._round is found:
             self._round = None
         await self._say({"op": "failed", "round": found.number, "reason": found.problem})
 
     async def _done(self, taken: _Round) -> None:
-        for lane in taken.lanes:
-            lane.end("the version is complete")  # all others have ended
         self._round, self._offered = None, False
-        self.passed_on += sum(lane.nbytes for lane in taken.lanes)
-        taken.layout.holds = None if taken.layout.staging is None else taken.name
+        taken.layout.holds = None if taken.layout.staging is None else taken.number
         await self._say({"op": "taken", "round": taken.number})

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
-import queue
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -19,11 +18,10 @@ from torch import nn
 from shardkit.weights.boxes import Held, Piece, decode, dtype_named, encode
 from shardkit.weights.coordinator import Coordinator
 from shardkit.weights.delta import changes
-from shardkit.weights.lanes import Lane
 from shardkit.weights.packing import Names, Source, Values, describe, pack
 from shardkit.weights.plan import BUCKET, buckets
-from shardkit.weights.shared import SharedStaging
-from shardkit.weights.wire import Closing, Connection, IOThread, Message, call, listen, parse, secret_for, serve
+from shardkit.weights.streams import Bucket, Buckets, Outlet
+from shardkit.weights.wire import Closing, Connection, IOThread, Message, join, listen, parse, secret_for, serve
 
 __all__ = ["Report", "Sending", "WeightSender"]
 
@@ -64,24 +62,6 @@ class Sending:
         """Waits until it has ended. Raises the errors of `WeightSender.send`."""
         self.seen = True
         return self._future.result()
-
-
-@dataclass
-class _Stream:
-    """This rank's pieces for all receivers that want the same.
-
-    Attributes:
-        runs: offset, bytes and pieces of each bucket.
-        kept: with `delta`, the bytes of the version `name`.
-    """
-
-    runs: list[tuple[int, int, list[Piece]]]
-    name: int = 0
-    kept: torch.Tensor | None = None
-
-    @property
-    def nbytes(self) -> int:
-        return sum(nbytes for _, nbytes, _ in self.runs)
 
 
 class WeightSender(Closing):
@@ -137,9 +117,8 @@ class WeightSender(Closing):
         self._secret = secret_for(self._host)
         self._delta, self._merge = delta, merge_adapters
         self._told: list[Held] | None = None
-        self._streams: dict[int, _Stream] = {}  # by number of a layout
-        self._segments: dict[str, SharedStaging] = {}
-        self._buckets: queue.SimpleQueue[_Bucket] | None = None
+        self._serving: _Version | None = None
+        self._free = Buckets(self._bucket)
         self._control: Connection | None = None
         self._last: Sending | None = None
         self._copies: Source = {}  # of `async_op`, whose memory serves again
@@ -178,6 +157,8 @@ class WeightSender(Closing):
         if last is not None and not (last.seen and last.done()):
             last.wait()
         held, source = describe(self._model, self._names, self._dtype, merge=self._merge)
+        if any(one.tensor.is_cuda for parts in source.values() for one in parts):
+            torch.cuda.synchronize()  # other threads pack, on streams of their own
         if not async_op:
             return self._send(version, held, source)
         source = self._copies = _snapshot(held, source, self._copies)
@@ -191,28 +172,23 @@ class WeightSender(Closing):
         """
         self._background.shutdown()
         with contextlib.suppress(OSError, TimeoutError, RuntimeError):
-            self._io.run(self._leave())
+            self._io.run(self._leave(goodbye=True))
         self._io.close()
-        self._segments.clear()
         if self._last is not None and not self._last.seen:
             self._last.wait()
 
     # -- one version
 
     def _send(self, version: int, held: list[Held], source: Source) -> Report:
+        serving = self._serving = _Version(version, source)
         try:
             answer = self._io.run(self._offer(version, held))
-            nbytes = 0
-            while answer["op"] == "go":
-                sent, failed = self._stream(answer, source)
-                nbytes += sent
-                message = {"op": "sent", "failed": failed}
-                answer = self._io.run(self._ask(message, "that the receivers have the version"))
         except BaseException:
             # Not at the same message as the coordinator any more: it learns that from the end of the connection.
-            self._io.run(self._drop())
-            self._buckets = None
+            self._io.run(self._leave(goodbye=False))
             raise
+        finally:
+            self._serving = None
         if "error" in answer:
             reason = answer["error"]
             if answer.get("lost"):
@@ -220,38 +196,33 @@ class WeightSender(Closing):
             raise RuntimeError(f"version {version} was not sent: {reason}")
         for receiver, reason in answer["failed"].items():
             warnings.warn(f"receiver {receiver} does not have version {version}: {reason}", stacklevel=3)
-        return Report(version, tuple(answer["receivers"]), dict(answer["failed"]), tuple(answer["unused"]), nbytes)
+        receivers, unused = tuple(answer["receivers"]), tuple(answer["unused"])
+        nbytes = sum(outlet.nbytes - before for outlet, before in serving.outlets.items())
+        return Report(version, receivers, dict(answer["failed"]), unused, nbytes)
 
     async def _offer(self, version: int, held: list[Held]) -> Message:
-        """Offers a version; returns the message to go, or the result if nothing is sent."""
+        """Offers a version; returns how it was sent. Meanwhile `_serve` sends it."""
         if self._control is None:
             self._control, self._told = await self._join(), None
-            self._control.beat()
-        told = None if held == self._told else encode(held)
-        self._told = held
-        return await self._ask({"op": "offer", "version": version, "held": told}, "to begin")
-
-    async def _ask(self, message: Message, awaited: str) -> Message:
-        """Sends a message to sender 0; returns its answer, as long as that takes: it waits for others, but not long."""
-        assert self._control is not None
         try:
-            await self._control.send(message)
+            told = None if held == self._told else encode(held)
+            self._told = held
+            await self._control.send({"op": "offer", "version": version, "held": told})
             return await self._control.hear(self._timeout)
         except TimeoutError as error:
-            raise TimeoutError(f"sender {self.rank} has waited for sender 0 to say {awaited}: {error}") from None
+            raise TimeoutError(f"sender {self.rank} has waited for sender 0 to say how it went: {error}") from None
         except ConnectionError as error:
             raise ConnectionError(
-                f"sender {self.rank} has lost sender 0, which was to say {awaited}: {error}; restart it, then send "
+                f"sender {self.rank} has lost sender 0, which was to say how it went: {error}; restart it, then send "
                 "again"
             ) from error
 
     async def _join(self) -> Connection:
+        hello = {"as": "sender", "id": f"sender {self.rank}", "rank": self.rank, "world_size": self.world_size}
         deadline = time.monotonic() + self._timeout
         while True:
             try:
-                connection = await call(self._host, self._port, self._secret)
-                await connection.send({"as": "sender", "rank": self.rank, "world_size": self.world_size})
-                return connection
+                return await join(self._host, self._port, self._secret, hello, self._serve)
             except (OSError, TimeoutError) as error:
                 if time.monotonic() > deadline:
                     raise TimeoutError(
@@ -260,114 +231,84 @@ class WeightSender(Closing):
                     ) from error
                 await asyncio.sleep(_RETRY)
 
-    async def _drop(self) -> None:
+    async def _leave(self, *, goodbye: bool) -> None:
+        if goodbye and self.rank == 0:
+            await self._coordinator.say_goodbye()
         if self._control is not None:
+            if goodbye:
+                await self._control.send({"op": "bye"})
             self._control.close()
         self._control = None
 
-    async def _leave(self) -> None:
-        if self.rank == 0:
-            await self._coordinator.say_goodbye()
-        if self._control is not None:
-            await self._control.send({"op": "bye"})
-        await self._drop()
+    # -- to receivers, in the loop
 
-    def _stream(self, go: Message, source: Source) -> tuple[int, dict[str, str]]:
-        """Sends this rank's pieces to the first receiver of each chain; returns bytes, and why it failed, by id."""
-        streams = {int(number): decode(Piece, pieces) for number, pieces in go["streams"].items()}
-        self._streams |= {number: _Stream(buckets(pieces, self._bucket)) for number, pieces in streams.items()}
-        self._streams = {number: one for number, one in self._streams.items() if number in go["layouts"]}
-        heads = {int(number): place for number, place in go["heads"].items()}
-        heads = {number: place for number, place in heads.items() if self._streams[number].runs}
-        opened = {
-            one["id"]: SharedStaging.opened(one["segment"], self._segments.get(one["id"])) for one in heads.values()
-        }
-        self._segments = {one: segment for one, segment in opened.items() if segment is not None}
-        lanes = {
-            number: Lane(place, self.rank, opened[place["id"]], self._secret, self._timeout)
-            for number, place in heads.items()
-        }
-        tasks = [self._io.spawn(lane.run(go["round"])) for lane in lanes.values()]
-        bases = {number: heads[number]["base"] == self._streams[number].name for number in heads}
-        for number in heads:
-            self._streams[number].name = 0  # until all is kept
-        problem = "the sender has failed; read its log"
-        try:
-            for number, (offset, nbytes, pieces) in self._jobs(heads):
-                lane = lanes[number]
-                if not lane.problem:
-                    self._pack(lane, self._streams[number], bases[number], offset, nbytes, pieces, source)
-            for number, lane in lanes.items():
-                self._streams[number].name = 0 if lane.problem else go["name"]
-            problem = ""
-        finally:
-            for lane in lanes.values():
-                self._io.loop.call_soon_threadsafe(lane.end, problem)
-            for task in tasks:
-                task.result()
-        failed = {heads[number]["id"]: lane.problem for number, lane in lanes.items() if lane.problem}
-        return sum(lane.nbytes for lane in lanes.values()), failed
+    async def _serve(self, connection: Connection) -> None:
+        """Sends a receiver the buckets that it asks for, in version after version."""
+        hello = await connection.receive()
+        stream = _Stream(buckets(decode(Piece, hello["pieces"]), self._bucket))
+        # Other receivers, which wait for a bucket that this one does not read, have twice the patience.
+        with contextlib.closing(Outlet(connection, hello, self._timeout / 2)) as outlet:
+            while True:
+                ask = await outlet.asked()
+                version = self._serving
+                if version is None or version.number != ask["version"]:
+                    return  # of a round that is over
+                version.outlets[outlet] = outlet.nbytes
+                packed = partial(self._packed, outlet, stream, ask, version.source)
+                numbers = range(int(ask["first"]), len(stream.runs))
+                await outlet.send(numbers, self._free, self._ready, partial(asyncio.to_thread, packed))
 
-    def _pack(
-        self, lane: Lane, stream: _Stream, same: bool, offset: int, nbytes: int, pieces: list[Piece], source: Source
-    ) -> None:
-        """Puts a bucket on its way, or its changes if the receiver has the `same` version as is kept."""
+    async def _ready(self, number: int) -> None:
+        """All of a model is there."""
+
+    def _packed(
+        self, outlet: Outlet, stream: _Stream, ask: Message, source: Source, number: int, bucket: Bucket
+    ) -> tuple[Message, torch.Tensor | None]:
+        """The message and the bytes of a bucket, or of its changes if the receiver has the version that is kept."""
+        offset, nbytes, pieces = stream.runs[number]
         message: Message = {"at": offset, "nbytes": nbytes}
-        if lane.segment is not None and not self._delta and source[pieces[0].name][0].tensor.device.type == "cpu":
-            pack(pieces, source, lane.segment.part(self.rank, offset, nbytes))
-            self._io.loop.call_soon_threadsafe(lane.put, message, None, lambda: None)
-            return
-        bucket = self._free_bucket(source)
-        data = bucket.fill(pieces, source, nbytes)
-        if self._delta:
-            if stream.kept is None:
-                stream.kept = torch.empty(stream.nbytes, dtype=torch.uint8)
-            kept = stream.kept[offset : offset + nbytes]
-            found = changes(pieces, data, kept) if same else None
-            kept.copy_(data)
-            if found is not None:
-                message["changes"], data = found
-        self._io.loop.call_soon_threadsafe(lane.put, message, data, bucket.release)
-
-    def _jobs(self, heads: Mapping[int, Message]) -> Iterator[tuple[int, tuple[int, int, list[Piece]]]]:
-        """One bucket for each chain in turn. Each sender begins with another one, so that no receiver has all."""
-        numbers = sorted(heads)
-        begin = self.rank % max(len(numbers), 1)
-        streams = [
-            [(number, run) for run in self._streams[number].runs] for number in numbers[begin:] + numbers[:begin]
-        ]
-        return filter(None, itertools.chain.from_iterable(itertools.zip_longest(*streams)))
-
-    def _free_bucket(self, source: Source) -> _Bucket:
-        """One of two buckets; waits until it has been sent."""
-        if self._buckets is None:
-            device = next((one.tensor.device for parts in source.values() for one in parts), torch.device("cpu"))
-            self._buckets = queue.SimpleQueue()
-            for _ in range(2):
-                self._buckets.put(_Bucket(self._bucket, device, self._buckets))
-        return self._buckets.get()
+        device = source[pieces[0].name][0].tensor.device
+        if outlet.segment is not None and not self._delta and device.type == "cpu":
+            pack(pieces, source, outlet.segment.part(offset, nbytes))
+            return message, None
+        data = bucket.on(device, nbytes)
+        pack(pieces, source, data)
+        if device.type != "cpu" and (self._delta or outlet.link(device) is None):
+            data = bucket.on(torch.device("cpu"), nbytes).copy_(data)  # waits for the device
+        if not self._delta:
+            return message, data
+        if stream.kept is None:
+            stream.kept = torch.empty(sum(nbytes for _, nbytes, _ in stream.runs), dtype=torch.uint8)
+        kept = stream.kept[offset : offset + nbytes]
+        found = changes(pieces, data, kept) if ask["base"] and stream.names.get(number) == ask["base"] else None
+        kept.copy_(data)
+        stream.names[number] = ask["round"]
+        if found is not None:
+            message["changes"], data = found
+        return message, data
 
 
-class _Bucket:
-    """Memory that is filled on the device of the tensors and sent from the host."""
+@dataclass
+class _Version:
+    """A version that receivers can ask for; `outlets` have what they had sent before it."""
 
-    def __init__(self, nbytes: int, device: torch.device, free: queue.SimpleQueue[_Bucket]) -> None:
-        self._free = free
-        self._on_host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
-        on_device = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        self._on_device = self._on_host if device.type == "cpu" else on_device
+    number: int
+    source: Source
+    outlets: dict[Outlet, int] = field(default_factory=dict)
 
-    def fill(self, pieces: list[Piece], source: Source, nbytes: int) -> torch.Tensor:
-        """Packs pieces; the result is valid until `release`."""
-        packed, host = self._on_device[:nbytes], self._on_host[:nbytes]
-        pack(pieces, source, packed)
-        if packed.device.type != "cpu":
-            host.copy_(packed)  # waits for the device
-        return host
 
-    def release(self) -> None:
-        """May be filled again."""
-        self._free.put(self)
+@dataclass
+class _Stream:
+    """This rank's pieces for one receiver, in buckets: offset, bytes, pieces.
+
+    Attributes:
+        kept: with `delta`, the bytes that were sent last.
+        names: the round in which each bucket was.
+    """
+
+    runs: list[tuple[int, int, list[Piece]]]
+    kept: torch.Tensor | None = None
+    names: dict[int, int] = field(default_factory=dict)
 
 
 @torch.no_grad()

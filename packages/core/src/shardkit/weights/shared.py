@@ -1,4 +1,4 @@
-"""Memory of a receiver into which senders of the same host and user write, so that nothing is sent through a socket."""
+"""Memory of a receiver into which processes of the same host and user write, so that nothing goes through a socket."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from shardkit.core.runtime.shared.meeting import possible
 from shardkit.core.runtime.shared.segment import Mapping as Mapped
 from shardkit.core.runtime.shared.segment import NoSharedMemoryError, Segment, aligned
+from shardkit.weights.wire import Message
 
-__all__ = ["SharedStaging", "Staging"]
+__all__ = ["SharedStaging", "Staging", "this_host"]
 
 _PATH = re.compile(r"/proc/\d+/fd/\d+")
 
 
-def _host() -> str:
+def this_host() -> str:
     """Equal for processes that see each other's descriptors: one boot, one namespace of processes, one user."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}/{Path('/proc/self/ns/pid').stat().st_ino}/{os.getuid()}"
@@ -48,32 +48,32 @@ class Staging:
         start = self._offsets[rank] + offset
         return self._bytes[start : start + nbytes]
 
-    def place(self) -> dict[str, Any] | None:
-        """Where senders find the memory; None if it is not shared."""
+    def place(self, rank: int) -> Message | None:
+        """Where the bytes of a sender are to be written; None if the memory is not shared."""
         if self._segment is None:
             return None
-        offsets = [[rank, offset] for rank, offset in self._offsets.items()]
-        return {"host": _host(), "path": self._segment.path, "number": self._segment.number, "offsets": offsets}
+        path, number = self._segment.path, self._segment.number
+        return {"host": this_host(), "path": path, "number": number, "offset": self._offsets[rank]}
 
 
 class SharedStaging:
-    """A receiver's `Staging` as a sender of its host sees it."""
+    """The bytes of one sender in the `Staging` of a receiver, as another process sees it."""
 
-    def __init__(self, place: dict[str, Any], memory: Mapped) -> None:
-        self.place, self._memory, self._offsets = place, memory, dict(place["offsets"])
+    def __init__(self, place: Message, memory: Mapped) -> None:
+        self._place, self._memory = place, memory
 
     @classmethod
-    def opened(cls, place: dict[str, Any] | None, before: SharedStaging | None) -> SharedStaging | None:
+    def opened(cls, place: Message | None, before: SharedStaging | None) -> SharedStaging | None:
         """The memory at a place, or `before` if that is it; None if this process cannot open it."""
-        if place is None or not possible() or not _PATH.fullmatch(str(place.get("path"))):
+        if place is None or not possible() or not _PATH.fullmatch(str(place["path"])) or place["host"] != this_host():
             return None
-        if before is not None and before.place == place:
+        if before is not None and before._place == place:
             return before
         try:
-            return cls(place, Mapped(place["path"])) if place["host"] == _host() else None
+            return cls(place, Mapped(place["path"]))
         except (OSError, RuntimeError):
             return None
 
-    def part(self, rank: int, offset: int, nbytes: int) -> torch.Tensor:
-        """Bytes that sender `rank` writes."""
-        return self._memory.tensor(self._offsets[rank] + offset, nbytes, torch.uint8)
+    def part(self, offset: int, nbytes: int) -> torch.Tensor:
+        """Where a bucket belongs."""
+        return self._memory.tensor(int(self._place["offset"]) + offset, nbytes, torch.uint8)

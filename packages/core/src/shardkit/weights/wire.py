@@ -7,9 +7,8 @@ itself is never sent. A caller that proves nothing within some seconds is discon
 of a message that say how much follows are checked against a limit, and those of data against the plan, before memory is
 taken. Messages and weights are neither encrypted nor signed: somebody who can change packets can change weights.
 
-A torch TCPStore, over which process groups meet, lets everybody read and write who reaches its port. A process group of
-gloo, besides, cannot lose or gain a member, and a send to a process that has died may wait until its timeout. So
-neither is used.
+Between CPUs, torch's process groups are not used, not even those of a pair (`devices.py`): gloo's ports let everybody
+send who reaches them, so that a stranger could pass on weights.
 """
 
 from __future__ import annotations
@@ -32,7 +31,8 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 from urllib.parse import urlsplit
 
-__all__ = ["Closing", "Connection", "IOThread", "Message", "News", "call", "listen", "parse", "secret_for", "serve"]
+__all__ = ["Closing", "Connection", "IOThread", "Message", "News", "call", "join"]
+__all__ += ["listen", "parse", "secret_for", "serve"]
 
 Message = dict[str, Any]
 _T = TypeVar("_T")
@@ -100,7 +100,8 @@ class Connection:
         self._socket = sock
         self._loop = asyncio.get_running_loop()
         self._sending = asyncio.Lock()
-        self._beating: asyncio.Task[None] | None = None
+        self.patience: float | None = None  # seconds in which the next bytes must come
+        self._tasks: list[asyncio.Task[None]] = []  # that end with it
 
     async def send(self, message: Message, data: memoryview | None = None) -> None:
         """Sends a message, and data right after it. Raises ConnectionError if the peer has ended."""
@@ -130,7 +131,11 @@ class Connection:
 
     def beat(self) -> None:
         """Shows the peer from now on that this process lives; the peer uses `hear`."""
-        self._beating = self._loop.create_task(self._beat())
+        self.spawn(self._beat())
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Starts a task that is cancelled when this is closed."""
+        self._tasks.append(self._loop.create_task(work))
 
     async def _beat(self) -> None:
         with contextlib.suppress(OSError):
@@ -152,9 +157,13 @@ class Connection:
                 return message
 
     async def receive_into(self, data: memoryview) -> None:
-        """Fills `data`. Raises ConnectionError if the peer has ended."""
+        """Fills `data`. Raises ConnectionError if the peer has ended; TimeoutError if nothing comes for `patience`."""
         while data:
-            count = await self._loop.sock_recv_into(self._socket, data)
+            try:
+                async with asyncio.timeout(self.patience):
+                    count = await self._loop.sock_recv_into(self._socket, data)
+            except TimeoutError:
+                raise TimeoutError(f"nothing has come for {self.patience:g} s; read its log") from None
             if not count:
                 raise ConnectionError("the peer has closed the connection; read its log")
             data = data[count:]
@@ -191,8 +200,8 @@ class Connection:
 
     def close(self) -> None:
         """Closes the connection; transfers that wait in it fail."""
-        if self._beating is not None:
-            self._beating.cancel()
+        for task in self._tasks:
+            task.cancel()
         # Only shutdown wakes a transfer that waits: the loop would forget a descriptor that is closed.
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -285,6 +294,25 @@ async def call(host: str, port: int, secret: bytes) -> Connection:
     except BaseException:
         connection.close()
         raise
+    return connection
+
+
+async def join(
+    host: str, port: int, secret: bytes, hello: Message, peer: Callable[[Connection], Awaitable[None]]
+) -> Connection:
+    """A connection to sender 0, which is told where other processes reach this one; for those, `peer` is run as by
+    `serve`, until it is closed. Raises OSError as `call`.
+    """
+    connection = await call(host, port, secret)
+    try:
+        listener = listen(connection.own_host, 0)
+        connection.spawn(serve(listener, secret, peer))
+        own_host, own_port = listener.getsockname()[:2]
+        await connection.send({**hello, "host": own_host, "port": own_port})
+    except BaseException:
+        connection.close()
+        raise
+    connection.beat()
     return connection
 
 

@@ -1,0 +1,171 @@
+"""Buckets on their way from a process that has them, a sender or a receiver, to a receiver that asks for them.
+
+A receiver keeps one connection for the bytes of each sender. In every round it asks for the buckets from a certain one
+on, and gets them in order, then a message that these were all. Data follows its message through the socket, unless
+"by" says that it lies in memory that both share ("memory"), or goes from GPU to GPU ("device").
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Self
+
+import torch
+
+from shardkit.weights import devices
+from shardkit.weights.devices import Link
+from shardkit.weights.packing import bytes_of
+from shardkit.weights.shared import SharedStaging
+from shardkit.weights.wire import Connection, Message, call
+
+__all__ = ["Bucket", "Buckets", "Inlet", "Outlet"]
+
+Ready = Callable[[int], Awaitable[None]]
+Packed = Callable[[int, "Bucket"], Awaitable[tuple[Message, torch.Tensor | None]]]
+
+
+class Bucket:
+    """Memory on every device on which it is asked for; on the host it is pinned if there is some on a GPU."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+        self._memory: dict[torch.device, torch.Tensor] = {}
+
+    def on(self, device: torch.device, nbytes: int) -> torch.Tensor:
+        """The first bytes on a device."""
+        if device not in self._memory:
+            pinned = device.type == "cpu" and bool(self._memory)
+            self._memory[device] = torch.empty(self._nbytes, dtype=torch.uint8, device=device, pin_memory=pinned)
+        return self._memory[device][:nbytes]
+
+
+class Buckets(asyncio.Queue[Bucket]):
+    """Those of a process that are free: of two."""
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__()
+        for _ in range(2):
+            self.put_nowait(Bucket(nbytes))
+
+
+class Outlet:
+    """The end that has the buckets of a sender. All methods run in the loop of an `IOThread`.
+
+    Attributes:
+        segment: memory that the receiver shares with this process.
+        nbytes: bytes of values that have been sent.
+    """
+
+    segment: SharedStaging | None = None
+    _link: Link | None = None
+
+    def __init__(self, connection: Connection, hello: Message, patience: float) -> None:
+        self._connection, self._hello, self._patience = connection, hello, patience
+        self.nbytes = 0
+
+    def link(self, device: torch.device) -> Link | None:
+        """The way from a device to that of the receiver; None: through the host."""
+        if self._link is None:
+            self._link = devices.link_to(self._hello["device"], device, self._patience)
+        return self._link
+
+    async def asked(self) -> Message:
+        """The next request of the receiver."""
+        ask = await self._connection.receive()
+        self.segment = SharedStaging.opened(ask["segment"], self.segment)
+        return ask
+
+    async def send(self, numbers: range, free: Buckets, ready: Ready, packed: Packed) -> None:
+        """Sends buckets, each as `packed` makes it when it is `ready`: its message, and data unless that is in
+        `segment`. While one is sent, the next is packed. Raises TimeoutError if the receiver does not read one for some
+        time.
+        """
+        before: asyncio.Task[None] | None = None
+        try:
+            for number in numbers:
+                await ready(number)  # before it takes a bucket that others may need to make it ready
+                bucket = await free.get()
+                before = asyncio.create_task(self._send(number, bucket, free, packed, before))
+        finally:
+            if before is not None:
+                await asyncio.wait([before])  # a thread may be filling its bucket
+        if before is not None:
+            await before
+        await self._connection.send({"op": "end"})
+
+    async def _send(
+        self, number: int, bucket: Bucket, free: Buckets, packed: Packed, before: asyncio.Task[None] | None
+    ) -> None:
+        try:
+            message, data = await packed(number, bucket)
+            if before is not None:
+                await before
+            async with asyncio.timeout(self._patience):
+                await self._send_one(message, data)
+            self.nbytes += message["nbytes"] if "changes" not in message else message["changes"]["bytes"]
+        finally:
+            free.put_nowait(bucket)
+
+    async def _send_one(self, message: Message, data: torch.Tensor | None) -> None:
+        whole = "changes" not in message
+        if whole and data is not None and (link := self.link(data.device)) is not None:
+            await self._connection.send({**message, "by": "device", "link": link.told(data)})
+            # Its answer: it has read the bucket. The end of its process is seen there too.
+            await asyncio.gather(asyncio.to_thread(link.send, data), self._connection.receive())
+        elif whole and self.segment is not None:
+            if data is not None:
+                await asyncio.to_thread(self.segment.part(message["at"], message["nbytes"]).copy_, data)
+            await self._connection.send({**message, "by": "memory"})
+        else:
+            assert data is not None
+            await self._connection.send({**message, "by": "socket"}, bytes_of(data.cpu()))
+
+    def close(self) -> None:
+        """Ends the connection, also while something is being sent."""
+        self._connection.close()
+        if self._link is not None:
+            self._link.close()
+
+
+class Inlet:
+    """The end of a receiver. All methods run in the loop of an `IOThread`, and raise ConnectionError; TimeoutError if
+    nothing comes for some time.
+    """
+
+    def __init__(self, connection: Connection, host: str, device: torch.device, patience: float) -> None:
+        self._connection, self._host, self._device, self._patience = connection, host, device, patience
+        self._link: Link | None = None
+
+    @classmethod
+    async def opened(cls, place: Message, secret: bytes, device: torch.device, patience: float, hello: Message) -> Self:
+        """Raises OSError if the process at a place cannot be reached."""
+        connection = await call(place["host"], place["port"], secret)
+        connection.patience = patience
+        await connection.send({**hello, "device": devices.place_of(device)})
+        return cls(connection, place["host"], device, patience)
+
+    async def ask(self, message: Message) -> None:
+        """Asks for buckets."""
+        await self._connection.send(message)
+
+    async def next(self) -> Message:
+        """The message of the next bucket."""
+        return await self._connection.receive()
+
+    async def read(self, message: Message, data: torch.Tensor) -> None:
+        """Reads the bucket of a message."""
+        if message["by"] == "socket":
+            await self._connection.receive_into(bytes_of(data))
+        elif message["by"] == "device":
+            if self._link is None:
+                self._link = devices.link_by(message["link"], self._host, self._device, self._patience)
+            async with asyncio.timeout(self._patience):
+                await asyncio.to_thread(self._link.receive, message["link"], data)
+            await self._connection.send({"op": "read"})
+
+    def close(self) -> None:
+        """Ends the connection, also while something is being read."""
+        self._connection.close()
+        if self._link is not None:
+            self._link.close()
