@@ -280,11 +280,11 @@ class WeightSender(Closing):
         if stream.kept is None:
             stream.kept = torch.empty(sum(nbytes for _, nbytes, _ in stream.runs), dtype=torch.uint8)
         kept = stream.kept[offset : offset + nbytes]
-        found = changes(pieces, data, kept) if ask["base"] and stream.names.get(number) == ask["base"] else None
-        kept.copy_(data)
-        stream.names[number] = ask["round"]
-        if found is not None:
+        if not ask["base"] or stream.names.get(number) != ask["base"]:
+            kept.copy_(data)
+        elif (found := changes(pieces, data, kept)) is not None:
             message["changes"], data = found
+        stream.names[number] = ask["round"]
         return message, data
 
 
