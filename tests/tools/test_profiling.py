@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
-from shardkit.core import events, fully_shard
+from shardkit.core import events, fully_shard, overlap_step
 from shardkit.core.events import StorageKind
 from shardkit.tools.doctor import diagnose
 from shardkit.tools.profiling import Profile, profile
@@ -330,6 +330,21 @@ def test_the_state_of_every_optimizer_is_counted_from_its_first_step_on() -> Non
     assert report is not None and report.run.recorded_steps == 3
     held = report.ranks[0].memory.categories["optimizer"].values
     assert held[-1] == 2 * MODEL_BYTES // 2 + 4 * 2 * (BLOCKS + 2)
+
+
+def _overlapped(rank: int, world_size: int) -> int:
+    """The steps under way after the last call of `step`."""
+    model = sharded_chain()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    steps = overlap_step(optimizer)
+    with profile(model, optimizer):
+        for _ in range(3):
+            train(model, optimizer)
+        return len(steps._jobs)
+
+
+def test_recording_does_not_wait_for_steps_under_the_next_forward() -> None:
+    assert min(run_ranks(2, _overlapped)) >= BLOCKS
 
 
 def test_every_kind_of_storage_has_a_category() -> None:
