@@ -83,23 +83,6 @@ def test_a_hugging_face_config_on_64_ranks(config: str, tmp_path: Path, capsys: 
     assert all(row["between"] > row["inside"] > 0 for row in layer)
 
 
-def test_a_sweep_is_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    out = tmp_path / "sweep.json"
-    arguments = [JOB, "--machine", "a100", "--sweep", "world-size=2,20000", "--sweep", "reshard"]
-    assert main(["estimate", *arguments, "--json", str(out)]) == 0
-    assert "16384 ranks at most" in " ".join(capsys.readouterr().out.split())
-    found = json.loads(out.read_text())
-    assert [one["settings"]["reshard"] for one in found] == ["true", "false"] * 2
-    assert [one["estimate"] is None for one in found] == [False, False, True, True]
-    # Two blocks and the root, which is not resharded: blocks are gathered again for backward, or not.
-    resharded, kept = (_gathers(one["estimate"]) for one in found[:2])
-    assert resharded > kept == 3
-
-
-def _gathers(estimate: dict) -> int:
-    return sum(row["calls"] for row in estimate["traffic"] if row["collective"] == "all-gather")
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -115,7 +98,9 @@ def _gathers(estimate: dict) -> int:
         ([*GPT, "--vocabulary", "9", "--machine", "abacus"], "there is no preset 'abacus'"),
         ([*GPT, "--vocabulary", "9", "--world-size", "dp=x"], "is not a mesh"),
         ([*GPT, "--vocabulary", "9", "--world-size", "dp=2,dp=2"], "is not a mesh"),
-        ([*GPT, "--vocabulary", "9", "--sweep", "colour"], "'colour' cannot be swept"),
+        ([*GPT, "--vocabulary", "9", "--reshard", "never"], "reshard is 'never'; expected default, true, false or a"),
+        ([*GPT, "--vocabulary", "9", "--overlap-step"], "under the next forward, or in files, is one on the host"),
+        ([*GPT, "--vocabulary", "9", "--offload", "--resident", "1GiB"], "add overlap_step"),
         ([*GPT, "--vocabulary", "9", "--optimizer", "newton"], "no optimizer 'newton'"),
         ([*GPT, "--vocabulary", "0"], "0 is not in the range x>=1"),
         ([*GPT, "--vocabulary", "9", "--hf-config", "x.json"], "exclude each other"),
@@ -196,13 +181,6 @@ def test_short_and_capital_names_are_understood(tmp_path: Path):
     )
     found = json.loads(out.read_text())["dtypes"]
     assert (found["computation"], found["reduction"]) == ("bfloat16", "float32")
-
-
-def test_a_sweep_goes_on_where_the_machine_has_holes(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    out = tmp_path / "sweep.json"
-    assert main(["estimate", JOB, "--machine", "v100", "--sweep", "dtype", "--json", str(out)]) == 0
-    assert "nothing of FLOP/s in bfloat16" in " ".join(capsys.readouterr().out.split())
-    assert [one["estimate"] is None for one in json.loads(out.read_text())] == [False, True]
 
 
 def test_a_command_of_a_package_that_is_not_installed(

@@ -27,12 +27,11 @@ from shardkit.tools.planning.search import (
     meshes,
     propose,
     tensor_parallel_meshes,
-    wrappings,
 )
 from shardkit.tools.quantities import parse_quantity
 from tests.support import run_ranks
-from tests.tools.jobs import GPT, two_dimensions
 from tests.tools.jobs import tokens as token_ids
+from tests.tools.jobs import two_dimensions
 from tests.tools.llama_shaped import LlamaShaped, few_tokens
 from tests.tools.measured import Meter
 
@@ -139,7 +138,7 @@ def follow(rank: int, world_size: int, code: str, micro_batch: int, name: str = 
 def test_selective_recomputation_lies_between_and_its_code_can_be_followed(ample: list[Proposal]):
     reserved: dict[Any, int] = {}
     for one in ample:
-        if one.candidate.micro_batch == 2 and not one.candidate.apart and one.candidate.policies.prefetch_depth == 1:
+        if one.candidate.micro_batch == 2 and one.candidate.policies.prefetch_depth == 1:
             reserved.setdefault(one.candidate.policies.checkpoint, one.nbytes)
     assert reserved[True] < reserved["selective"] < reserved[False]
     selective = next(one for one in ample if one.candidate.policies.checkpoint == "selective")
@@ -168,6 +167,23 @@ def test_a_global_batch_is_made_of_micro_batches():
     ]
     with pytest.raises(EstimateError, match="a global batch of 3 cannot be made of micro-batches of 2 in all"):
         search_with(global_batch=3)
+
+
+def test_a_device_that_is_too_small_gets_memory_of_the_host_and_then_files():
+    h100 = preset("h100").replace(process_bytes=0, ranks_per_host=2)
+    deep = TrainingJob(partial(LlamaShaped, 32, 1024, 2560, 4, 4, 2), few_tokens)
+    limit = estimate_job(replace(deep, policies=Policies(checkpoint=True)), 2, h100).reserved_bytes // 2
+    best, *_ = propose(deep, 2, h100, limit, most_micro_batch=2)
+    assert best.candidate.policies.overlap_step and best.candidate.policies.resident is None
+    assert "shards on the host, overlapped step" in best.candidate.describe()
+    assert "    overlap_step(optimizer)\n" in code_of(best)
+    short = h100.replace(host_memory=int(1.5 * best.estimate.host_bytes))
+    filed, *_ = propose(deep, 2, short, limit, most_micro_batch=2)
+    code = code_of(filed)
+    assert f"states=FileTier(directory, {filed.candidate.policies.resident})" in code
+    exec(compile(code, "pasted", "exec"), {})
+    with pytest.raises(NothingFits, match=r"on the device .*2 ranks need .* of host memory\. Use more hosts"):
+        propose(deep, 2, short.replace(storage=1), limit, most_micro_batch=2)
 
 
 def test_proposals_differ_by_more_than_the_error(ample: list[Proposal]):
@@ -304,12 +320,6 @@ def test_a_factory_that_asks_for_the_mesh_cannot_be_planned():
         propose(TrainingJob(two_dimensions, token_ids), 2, MACHINE, MACHINE.memory)
 
 
-def test_large_modules_outside_of_the_blocks_may_have_groups_of_their_own():
-    assert wrappings(GPT(), None) == [None, ("layers.0", "layers.1", "layers.2", "embedding", "head")]
-    assert wrappings(partial(GPT, tied=True)(), None) == [None]
-    assert wrappings(nn.Linear(2, 2), None) == [None]
-
-
 def test_meshes_shard_over_hosts_with_replicas():
     machine = MACHINE.replace(ranks_per_host=8)
     assert meshes(8, machine) == [(("dp_shard", 8),)]
@@ -355,7 +365,7 @@ def test_code_names_lists_once_and_both_dtypes(ample: list[Proposal]):
     assert "    for block in [*model.blocks, model.embedding, model.head]:" in code
     reduced = "float32" if GRAD_DTYPE_DECIDES else "bfloat16"
     assert f"mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.{reduced})" in code
-    plain = code_of(next(one for one in ample if not one.candidate.apart))
+    plain = code_of(ample[0])
     assert "    for block in model.blocks:" in plain and "mp_policy" not in plain
 
 

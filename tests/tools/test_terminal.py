@@ -32,8 +32,6 @@ class Wrapped(nn.Module):
 JOB = TrainingJob(Wrapped, partial(torch.ones, 2, 8))
 _JOB = f"{__name__}:JOB"
 _ESTIMATE = f"estimate {_JOB} --wrap Linear --json estimate.json"
-_SETTINGS = ("world-size=2", "reshard=false", "dtype=bfloat16", "prefetch=2", "micro-batch=4")
-_SWEEP = f"estimate {_JOB} {' '.join(f'--sweep {one}' for one in _SETTINGS)}"
 _PLAN = f"plan {_JOB} --wrap Linear --world-size 16"
 
 # By command, parts of one row or sentence in their order.
@@ -41,10 +39,6 @@ ROWS = {
     _ESTIMATE: [
         ["all-gather", f"layers.{LONG}", "backward", "1", " B"],
         ["note: operators are those that torch runs on a CPU;", "may save other tensors"],
-    ],
-    _SWEEP: [
-        ["world-size", "reshard", "dtype", "prefetch", "micro-batch", "peak", "reserved", "fits", "step", "exposed"],
-        ["2", "false", "bfloat16", "2", "4", "B", "GiB", "yes", "B", "ms", "us"],
     ],
     _PLAN: [["dp_replicate 2 x dp_shard 8, micro-batch 16, prefetch 1, keep, recompute  2.0 GiB", "ms", "us"]],
     "report report.json": [

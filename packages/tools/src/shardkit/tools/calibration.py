@@ -84,6 +84,9 @@ def calibrate(ranks: int | None = None, device: str | None = None) -> Machine:
         operator_seconds=found["operator_seconds"],
         storage_bandwidth=found["storage_bandwidth"],
         process_bytes=found["process_bytes"],
+        host_memory=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        host_bandwidth=found["host_bandwidth"] * ranks,
+        host_link=found["host_link"],
         sources={"all": f"measured, {ranks} ranks at once,{threads} torch {torch.__version__}"},
     )
 
@@ -126,6 +129,8 @@ def _measure(device: torch.device, ranks: int, file: Path) -> dict[str, Any]:
     # Before large tensors, but including memory that libraries keep after their first use.
     process_bytes = _bytes_beside_tensors()
     stream = _stream()
+    with torch.device("cpu"):
+        on_host = _stream()
     latency, bandwidth = _link(stream)
     group = dist.group.WORLD
     assert group is not None
@@ -138,6 +143,8 @@ def _measure(device: torch.device, ranks: int, file: Path) -> dict[str, Any]:
         "latency": latency,
         "bandwidth": bandwidth,
         "storage_bandwidth": _storage(file),
+        "host_bandwidth": on_host,
+        "host_link": _host_link(device),
     }
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -197,6 +204,13 @@ def _stream() -> float:
     """Bytes per second that a sum of two tensors reads and writes."""
     a, b, out = (torch.rand(_sizes().stream) for _ in range(3))
     return 3 * 4 * len(out) / _seconds(lambda: torch.add(a, b, out=out))
+
+
+def _host_link(device: torch.device) -> float:
+    """Bytes per second from pinned memory to the device; on a CPU, where nothing is copied, from memory to memory."""
+    host = torch.empty(_STORED, device="cpu", pin_memory=device.type == "cuda")
+    there = torch.empty_like(host, device=device)
+    return 4 * _STORED / _seconds(lambda: there.copy_(host, non_blocking=True))
 
 
 def _attention() -> float:

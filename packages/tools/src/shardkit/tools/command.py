@@ -168,7 +168,9 @@ _JOB_OPTIONS = [
     click.Option(["--vocabulary"], type=_COUNT, help="micro-batches are token ids below this"),
     click.Option(["--batch"], type=_COUNT, help="sequences of a micro-batch of token ids (default 1)"),
     click.Option(["--sequence"], type=_COUNT, help="tokens of a sequence (default 2048)"),
-    click.Option(["--optimizer"], default="adamw", help="adamw, adam, sgd, momentum, muon or pkg.module:name"),
+    click.Option(
+        ["--optimizer"], default="adamw", help="adamw, fused-adamw, adam, sgd, momentum, muon or pkg.module:name"
+    ),
     click.Option(["--machine"], default="h100", help="a preset (default h100), a file.json, or this (measures it)"),
     click.Option(["--expandable-segments"], is_flag=True, help="as PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"),
     click.Option(["--wrap"], help="FQNs or class names to shard by themselves (default: repeated blocks)"),
@@ -195,6 +197,14 @@ _JOB_OPTIONS = [
     click.Option(["--checkpoint"], is_flag=True, default=None, help="recompute activations of wrapped modules"),
     click.Option(["--selective"], is_flag=True, help="recompute all but matrix products and attention"),
     click.Option(["--offload"], is_flag=True, default=None, help="keep shards and optimizer state in host memory"),
+    click.Option(
+        ["--overlap-step"], is_flag=True, default=None, help="the step on the host runs under the next forward"
+    ),
+    click.Option(["--resident"], type=_BYTES, help="optimizer state in files, with at most this of it in host memory"),
+    click.Option(["--offload-activations"], is_flag=True, default=None, help="keep activations in host memory"),
+    click.Option(["--host-memory"], type=_BYTES, help="memory of a host, such as 1TB (default: the machine's)"),
+    click.Option(["--storage"], type=_BYTES, help="disks of a host (default: the machine's)"),
+    click.Option(["--storage-bandwidth"], type=_BYTES, help="bytes that a rank reads or writes a second, such as 2GB"),
     click.Option(["--accumulate"], type=_COUNT, help="micro-batches of an iteration (default 1)"),
 ]
 
@@ -237,9 +247,7 @@ def _checked(options: dict[str, Any]) -> SimpleNamespace:
     params=[*_JOB_OPTIONS, *_CHOSEN_OPTIONS], short_help="Predicts memory, communication and time of a training job."
 )
 @click.option("--rank", type=click.IntRange(min=0), default=0, help="the rank to estimate (default 0)")
-@click.option("--sweep", multiple=True, metavar="SETTING[=VALUES]", help="estimate several values of "
-              "world-size, reshard, dtype, prefetch or micro-batch; two make a grid")  # fmt: skip
-@click.option("--json", type=_FILE, help="writes the estimate, or those of the sweep, to this file")
+@click.option("--json", type=_FILE, help="writes the estimate to this file")
 @click.option("--show-machine", metavar="NAME", help="prints a machine's description and ends")
 def estimate(**options: Any) -> int:
     """Memory, communication and time of a training job, without running it.
@@ -268,7 +276,7 @@ def estimate(**options: Any) -> int:
 def plan(**options: Any) -> int:
     """Ways to shard a model that fit a memory limit, fastest first; the first as code or as a configuration.
 
-    Tries meshes, wrappings, reshard policies, recomputation, micro-batches, prefetching and tensor parallelism;
+    Tries meshes, reshard policies, recomputation, micro-batches, prefetching and tensor parallelism;
     estimates each; and proposes those that stay below the limit and differ by more than an estimate may err.
     """
     from shardkit.tools.planning.command import run

@@ -95,6 +95,10 @@ class Machine:
         storage_bandwidth: bytes per second that one rank writes to and reads from files.
         expandable_segments: whether ranks set `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`.
         process_bytes: memory of a rank outside of tensors: context, libraries, communication.
+        host_memory: bytes of memory of one host, beside that of its devices.
+        host_bandwidth: bytes per second that the processors of a host read and write, for all ranks together.
+        host_link: bytes per second that a rank copies between its device and pinned host memory, in each direction.
+        storage: bytes of the disks of one host.
         collective_seconds: seconds of a collective besides its steps.
         dtensor_seconds: host time of an operator on DTensors besides the plain operators that it runs.
         dtensor_each_seconds: additional time for each of its DTensors (optimizers pass lists of them).
@@ -114,6 +118,10 @@ class Machine:
     operator_seconds: float
     storage_bandwidth: float
     process_bytes: int
+    host_memory: int = 2**40
+    host_bandwidth: float = 3e11
+    host_link: float = 2.5e10
+    storage: int = 2**43
     collective_seconds: float = 0.0
     expandable_segments: bool = False
     dtensor_seconds: float = 40e-6

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,18 +22,16 @@ from shardkit.tools.estimating.job import (
     TrainingJob,
     muon,
     muon_placements,
-    with_micro_batch,
 )
-from shardkit.tools.estimating.result import Estimate, estimate_job
-from shardkit.tools.estimating.tables import Point, print_estimate, print_sweep
-from shardkit.tools.estimating.workers import Workers
-from shardkit.tools.files import InputError, check_targets, json_text, write_text
+from shardkit.tools.estimating.result import estimate_job
+from shardkit.tools.estimating.tables import print_estimate
+from shardkit.tools.files import check_targets, json_text, write_text
 from shardkit.tools.machine import Machine, load_machine, preset
-from shardkit.tools.quantities import dtype_name
-from shardkit.tools.terminal import progress, terminal
+from shardkit.tools.terminal import terminal
 
 _OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,
+    "fused-adamw": partial(torch.optim.AdamW, fused=True),
     "adam": torch.optim.Adam,
     "sgd": partial(torch.optim.SGD, lr=0.01),
     "muon": muon,
@@ -43,76 +40,18 @@ _OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 _DTYPES = {"own": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _RESHARD = {"default": None, "true": True, "false": False}
 
-# Settings that a sweep can vary -> their values if the command line gives none.
-_SETTINGS = {
-    "world-size": ("8", "16", "32", "64"),
-    "reshard": ("true", "false"),
-    "dtype": ("own", "bfloat16"),
-    "prefetch": ("0", "1", "2"),
-    "micro-batch": ("1", "2", "4"),
-}
-
 
 def run(options: SimpleNamespace) -> int:
-    """Runs `shardkit estimate`; exit status 1 if no point of a sweep can be estimated. Raises `InputError`."""
+    """Runs `shardkit estimate`. Raises `InputError`."""
     if options.show_machine:
         sys.stdout.write(json_text(machine_named(options.show_machine).to_json(), indent=2))
         return 0
     check_targets(options.json)
-    values = _settings_of(options.sweep)
-    mesh, machine, job = mesh_of(options.mesh), machine_of(options), job_of(options)
-
-    def estimated(combination: tuple[str, ...]) -> Estimate:
-        settings = dict(zip(values, combination, strict=True))
-        axes = mesh_of(settings["world-size"]) if "world-size" in settings else mesh
-        chosen = replace(job, policies=_changed(job.policies, settings))
-        if "micro-batch" in settings:
-            chosen = with_micro_batch(chosen, _count_of("micro-batch", settings["micro-batch"], 1))
-        return estimate_job(chosen, axes, machine, rank=options.rank)
-
-    if values:
-        points = _sweep(values, Workers(estimated))
-        print_sweep(points, terminal())
-        found: Any = [{"settings": p.settings, "estimate": p.estimate and p.estimate.to_json()} for p in points]
-    else:
-        one = estimated(())
-        print_estimate(one, terminal())
-        found = one.to_json()
+    found = estimate_job(job_of(options), mesh_of(options.mesh), machine_of(options), rank=options.rank)
+    print_estimate(found, terminal())
     if options.json is not None:
-        write_text(options.json, json_text(found, indent=2))
-    return int(bool(values) and all(point.estimate is None for point in points))
-
-
-# -- sweeps ------------------------------------------------------------------------------------------------------------
-
-
-def _settings_of(texts: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """`world-size=8,64`, or names alone (`dtype,prefetch`) for the usual values."""
-    chosen: dict[str, tuple[str, ...]] = {}
-    for text in texts:
-        name, given, values = text.partition("=")
-        for one in [name] if given else name.split(","):
-            if one not in _SETTINGS:
-                expected = ", ".join(_SETTINGS)
-                raise EstimateError(f"'{one}' cannot be swept; expected {expected}, with or without =VALUES")
-            chosen[one] = tuple(values.split(",")) if given else _SETTINGS[one]
-    return chosen
-
-
-def _sweep(values: Mapping[str, Sequence[str]], workers: Workers[tuple[str, ...]]) -> list[Point]:
-    """Estimates every combination of the values. One that fails shows its error in the table; the others continue."""
-    points = []
-    combinations = list(itertools.product(*values.values()))
-    with workers, progress("estimating") as done:
-        workers.begin(combinations)
-        for number, combination in enumerate(combinations):
-            done(number, len(combinations))
-            settings = dict(zip(values, combination, strict=True))
-            try:
-                points.append(Point(settings, workers.estimate(combination)))
-            except InputError as error:
-                points.append(Point(settings, None, str(error)))
-    return points
+        write_text(options.json, json_text(found.to_json(), indent=2))
+    return 0
 
 
 # -- what options name -------------------------------------------------------------------------------------------------
@@ -122,6 +61,8 @@ def job_of(options: SimpleNamespace) -> TrainingJob:
     """The job that the options describe; raises `EstimateError` if they describe none, or it cannot be made."""
     optimizer, policies = _optimizer(options.optimizer), _policies(options)
     parameters, state = (_DTYPES[text or "own"] for text in (options.param_dtype, options.optimizer_dtype))
+    if (state is not None or options.master_weights) and policies is not None and policies.overlap_step:
+        raise EstimateError("overlap_step keeps the optimizer's state; leave out --optimizer-dtype, --master-weights")
     batch, sequence = options.batch or 1, options.sequence or 2048
     if options.hf_config is not None:
         own = options.dtype == "own"
@@ -190,9 +131,9 @@ def _optimizer(name: str) -> Callable[..., torch.optim.Optimizer]:
 
 def _policies(options: SimpleNamespace) -> Policies | None:
     """The policies that the options describe; None if they describe none."""
-    names = ("checkpoint", "offload", "accumulate", "prefetch_budget")
+    names = ("checkpoint", "offload", "overlap_step", "resident", "offload_activations", "accumulate")
     told: dict[str, Any] = {name: getattr(options, name, None) for name in names}  # a plan has fewer options
-    told["prefetch_depth"] = options.prefetch
+    told |= {"prefetch_depth": options.prefetch, "prefetch_budget": getattr(options, "prefetch_budget", None)}
     if options.selective:
         told["checkpoint"] = "selective"
     told = {name: value for name, value in told.items() if value is not None}
@@ -200,29 +141,17 @@ def _policies(options: SimpleNamespace) -> Policies | None:
         told["placements"] = _placements(options)
     if options.wrap is not None:
         told["wrap"] = tuple(name for name in options.wrap.split(",") if name)
-    texts = {"reshard": getattr(options, "reshard", None), "dtype": options.dtype, "reduce-dtype": options.reduce_dtype}
-    policies = _changed(Policies(**told), {name: text for name, text in texts.items() if text is not None})
-    return policies if told or any(texts.values()) else None
+    for option, name in (("dtype", "param_dtype"), ("reduce_dtype", "reduce_dtype")):
+        if (text := getattr(options, option)) is not None:
+            told[name] = _DTYPES[text]
+    if (text := getattr(options, "reshard", None)) is not None:
+        told["reshard_after_forward"] = _RESHARD[text] if text in _RESHARD else _ranks_of(text)
+    return Policies(**told) if told else None
 
 
-def _changed(policies: Policies, settings: Mapping[str, str]) -> Policies:
-    """The policies with some settings changed, given as texts."""
-    changes: dict[str, Any] = {}
-    if (text := settings.get("reshard")) is not None:
-        changes["reshard_after_forward"] = _RESHARD[text] if text in _RESHARD else _count_of("reshard", text, 1)
-    for setting, name in (("dtype", "param_dtype"), ("reduce-dtype", "reduce_dtype")):
-        if (text := settings.get(setting)) is not None:
-            if (known := dtype_name(text)) not in _DTYPES:
-                raise EstimateError(f"'{text}' is not a dtype to compute in; expected {', '.join(_DTYPES)}")
-            changes[name] = _DTYPES[known]
-    if "prefetch" in settings:
-        changes["prefetch_depth"] = _count_of("prefetch", settings["prefetch"], 0)
-    return replace(policies, **changes)
-
-
-def _count_of(name: str, text: str, least: int) -> int:
-    if not (text.isascii() and text.isdigit()) or int(text) < least:
-        raise EstimateError(f"{name} is '{text}'; expected a whole number from {least} on")
+def _ranks_of(text: str) -> int:
+    if not (text.isascii() and text.isdigit()) or int(text) < 1:
+        raise EstimateError(f"reshard is '{text}'; expected {', '.join(_RESHARD)} or a whole number from 1 on")
     return int(text)
 
 
@@ -238,9 +167,12 @@ def _placements(options: SimpleNamespace) -> Callable[..., Any] | None:
 
 
 def machine_of(options: SimpleNamespace) -> Machine:
-    """The machine and the kind of segments that the options describe; raises `MachineError` as `machine_named`."""
-    machine = machine_named(options.machine)
-    return machine.replace(expandable_segments=True) if options.expandable_segments else machine
+    """The machine that the options describe; raises `MachineError` as `machine_named`."""
+    names = ("host_memory", "storage", "storage_bandwidth")
+    told = {name: value for name in names if (value := getattr(options, name)) is not None}
+    if options.expandable_segments:
+        told["expandable_segments"] = True
+    return machine_named(options.machine).replace(**told)
 
 
 def machine_named(name: str) -> Machine:

@@ -143,6 +143,9 @@ class Policies:
         checkpoint: whether the wrapped modules recompute their activations in backward; "selective" keeps the results
             of matrix products and attention.
         offload: whether shards, gradients and optimizer state live in host memory.
+        overlap_step: whether the step on the host runs under the next forward (`overlap_step`).
+        resident: bytes of optimizer state in host memory, the rest being in files (`FileTier`); None for no files.
+        offload_activations: whether activations wait for backward in host memory.
         accumulate: number of micro-batches per iteration.
         placements: called with the model, returns its `shard_placement_fn`; None for `Shard(0)` everywhere.
     """
@@ -155,8 +158,17 @@ class Policies:
     prefetch_budget: int | None = None
     checkpoint: bool | Literal["selective"] = False
     offload: bool = False
+    overlap_step: bool = False
+    resident: int | None = None
+    offload_activations: bool = False
     accumulate: int = 1
     placements: Callable[[nn.Module], Callable[[nn.Parameter], Any]] | None = None
+
+    def __post_init__(self) -> None:
+        if (self.overlap_step or self.resident is not None) and not self.offload:
+            raise EstimateError("a step under the next forward, or in files, is one on the host; add offload")
+        if self.resident is not None and not self.overlap_step:
+            raise EstimateError("optimizer state in files is stepped under the next forward; add overlap_step")
 
 
 def blocks_of(model: nn.Module, wrap: Sequence[str] | None) -> list[tuple[str, nn.Module]]:

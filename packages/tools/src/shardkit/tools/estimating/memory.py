@@ -112,14 +112,14 @@ class Memory:
         idle: bytes before it begins.
         peak: the moment of most memory.
         reserved: bytes that torch's caching allocator of GPUs would have reserved on the device.
-        host: most bytes that `CPUOffloadPolicy` keeps in host memory.
+        host: bytes in host memory by category, when they are most.
         levels: bytes by category over time; each entry has the number of trace steps before it.
     """
 
     idle: int
     peak: Peak
     reserved: int
-    host: int
+    host: dict[Category, int]
     levels: list[tuple[int, tuple[int, ...]]]
 
 
@@ -131,17 +131,18 @@ def memory_of(trace: Trace, expandable: bool = False) -> Memory:
     """
     sizes: dict[Held, int] = {}
     levels = dict.fromkeys(CATEGORIES, 0)
-    host = most_host = 0
+    host, most_host = dict.fromkeys(CATEGORIES, 0), dict.fromkeys(CATEGORIES, 0)
     gathers, computation = CachingAllocator(expandable), CachingAllocator(expandable)
 
     def change(held: Held, nbytes: int) -> int:
         """Resizes a storage; returns the number of bytes added on the device."""
-        nonlocal host, most_host
+        nonlocal most_host
         more = nbytes - sizes.get(held, 0)
         sizes[held] = nbytes
         if held.host:
-            host += more
-            most_host = max(host, most_host)
+            host[held.category] += more
+            if more > 0 and sum(host.values()) > sum(most_host.values()):
+                most_host = dict(host)
             return 0
         levels[held.category] += more
         (gathers if held.category == "unsharded_parameters" else computation).changed(id(held), nbytes)

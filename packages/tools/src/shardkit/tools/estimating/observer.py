@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 
 from shardkit.core import events
+from shardkit.core.engine.group import FSDPParamGroup
 from shardkit.core.engine.step import state_of
 from shardkit.core.tensors import tensors_in, tensors_with_grad
 from shardkit.core.torch_compat import TorchDispatchMode, in_backward, local_of
@@ -189,6 +190,8 @@ class Observer(TorchDispatchMode):
         self._own_all_reduces = 0
         self._watched: dict[int, torch.Tensor] = {}
         self._offloaded: dict[int, torch.Tensor] = {}
+        self._on_host: list[tuple[FSDPParamGroup, int]] = []
+        self._copied: Counter[str] = Counter()  # bytes of a group's shards on the host, by its label
         self._open = ExitStack()
 
     def __enter__(self) -> Observer:
@@ -206,6 +209,8 @@ class Observer(TorchDispatchMode):
         self.trace = Trace(held=self.ledger.live)
         self._block = None
         self._recording = True
+        for group, nbytes in self._on_host:  # not earlier: groups get their labels in the first forward
+            self._copied[group.label] += nbytes
 
     def stop(self) -> Trace:
         """Stops recording; returns the events since `start`."""
@@ -222,8 +227,10 @@ class Observer(TorchDispatchMode):
         self._fake.forget()
         if has_device:
             states = [state for module in model.modules() if (state := state_of(module)) is not None]
-            params = [param for state in states for group in state.groups for param in group.params]
-            self._offloaded = {id(one.sharded_param): one.sharded_param for one in params if one.offload is not None}
+            for group, param in ((one, param) for state in states for one in state.groups for param in one.params):
+                if param.offload is not None:
+                    self._offloaded[id(param.sharded_param)] = param.sharded_param
+                    self._on_host.append((group, on_this_rank(param.sharded_param).nbytes))
         if self.repeated is not None:
             self._last = f"{self.repeated}.{list(dict(model.get_submodule(self.repeated).named_children()))[-1]}"
         self.where.name(model)
@@ -308,7 +315,7 @@ class Observer(TorchDispatchMode):
         if function.namespace in ("_c10d_functional", "c10d"):
             self._communicated(function, args, out, fqn, phase)
         elif self._recording:
-            self.trace.steps.append(Ran(self._operators.of(function, args, kwargs, out), fqn, phase))
+            self.trace.steps.append(Ran(self._operators.of(function, args, kwargs, out), fqn, phase, host))
         return out
 
     def _read_value(self, tensor: torch.Tensor) -> int | float | bool:
@@ -362,6 +369,7 @@ class Observer(TorchDispatchMode):
         kind = type(event)
         if kind in STARTED:
             about = {"dtype": event.dtype, "of_core": True, "compressed": event.transport == "compressed"}
+            about["copied"] = 0 if kind is events.AllReduceStarted else self._copied[event.fqn]
             self._own_all_reduces += kind is events.AllReduceStarted
             described = STARTED[kind], event.fqn, event.bytes, event.wire_bytes, event.group
             self._waiting[STARTED[kind], event.fqn].append(self._launch(*described, **about))

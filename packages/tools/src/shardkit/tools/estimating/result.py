@@ -17,10 +17,12 @@ from shardkit.core.torch_compat import GRAD_DTYPE_DECIDES
 from shardkit.tools.estimating.job import Policies, TensorParallel, TrainingJob
 from shardkit.tools.estimating.memory import Memory, Peak, memory_of
 from shardkit.tools.estimating.repetition import record
-from shardkit.tools.estimating.simulation import OwnerShares, Recording, axes_of
+from shardkit.tools.estimating.simulation import Recording, axes_of
+from shardkit.tools.estimating.tiers import activations_on_host
 from shardkit.tools.estimating.timeline import OperatorCosts, Roofline, Timeline, replay
-from shardkit.tools.estimating.trace import Transfer
+from shardkit.tools.estimating.trace import Category, Transfer
 from shardkit.tools.machine import Machine, preset
+from shardkit.tools.quantities import show
 
 SCHEMA = 1
 
@@ -70,13 +72,13 @@ class Estimate:
         idle_bytes: bytes of tensors between iterations.
         reserved_bytes: memory of the process at the peak: on a GPU the allocator's reserved bytes, on a CPU the bytes
             of tensors, including mapped memory of peers.
-        host_bytes: most bytes of shards, gradients and optimizer state that CPU offload keeps in host memory.
+        host_bytes: most bytes of this rank in host memory, and `host_by_category` what they are.
+        file_bytes: bytes of optimizer state in files.
         traffic: communication by module.
         timeline: predicted times.
         checkpoint: predicted size and time of a checkpoint.
         dtypes: dtypes of parameters, computation, reduction and optimizer state.
         notes: parts that the estimate had to leave out or assume.
-        owners: how unevenly parameters are distributed, with `Owned` or `Blocks` placements.
     """
 
     axes: dict[str, int]
@@ -88,12 +90,13 @@ class Estimate:
     idle_bytes: int
     reserved_bytes: int
     host_bytes: int
+    host_by_category: dict[Category, int]
+    file_bytes: int
     traffic: tuple[TrafficRow, ...]
     timeline: Timeline
     checkpoint: Checkpoint
     dtypes: dict[str, str]
     notes: tuple[str, ...]
-    owners: OwnerShares | None
     memory: Memory = dataclasses.field(repr=False)
     recording: Recording = dataclasses.field(repr=False)
 
@@ -104,8 +107,20 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        """Whether the reserved memory does not exceed the device's."""
-        return self.reserved_bytes <= self.machine.memory
+        """Whether the reserved memory does not exceed the device's, and what it offloads not what its host has."""
+        return self.reserved_bytes <= self.machine.memory and not self.short_of
+
+    @property
+    def short_of(self) -> str:
+        """The tier beside the device that is too small for all ranks of a host; empty if none is."""
+        machine, ranks = self.machine, min(self.machine.ranks_per_host, self.world_size)
+        tiers = ("host memory", self.host_bytes, machine.host_memory), ("disks", self.file_bytes, machine.storage)
+        short = (
+            f"{ranks} ranks need {show(nbytes * ranks, 'bytes')} of the host's {show(there, 'bytes')} of {name}"
+            for name, nbytes, there in tiers
+            if nbytes * ranks > there
+        )
+        return next(short, "")
 
     @property
     def mfu(self) -> float | None:
@@ -185,10 +200,7 @@ def estimate_job(
     if "cp" in axes and not job.takes_mesh:
         note = "cp: the inputs are one rank's part of a sequence; attention to the other parts is not counted"
         found = dataclasses.replace(found, notes=(*found.notes, note))
-    if found.owners is None or found.owners.slowest == rank % len(found.owners.bytes):
-        return found
-    slowest = record(job, sharded, found.owners.slowest, described)  # the shard group's ranks come first
-    return dataclasses.replace(found, owners=assess(slowest, axes, rank, job.policies, described, costs).owners)
+    return found
 
 
 def assess(
@@ -200,12 +212,23 @@ def assess(
     costs: OperatorCosts | None = None,
 ) -> Estimate:
     """The estimate of a recording. Raises `MachineError` if the description lacks a number that the job needs."""
-    sizes, owners = recording.sizes, recording.owners
-    timeline = replay(recording.trace, machine, costs or Roofline(machine))
-    if owners is not None:
-        owners = dataclasses.replace(owners, optimizer_seconds=timeline.optimizer)
-    state = sizes.own_weights + sizes.own_optimizer
-    memory = memory_of(recording.trace, machine.expandable_segments)
+    sizes = recording.sizes
+    trace, on_host = recording.trace, policies.offload and machine.device != "cpu"
+    if policies.offload_activations and machine.device != "cpu":
+        trace = activations_on_host(trace)
+    memory = memory_of(trace, machine.expandable_segments)
+    state = in_files = 0
+    host = memory.host
+    if policies.resident is not None and on_host:
+        state = sizes.own_optimizer
+        resident = min(state, policies.resident)
+        host = host | {"optimizer": max(0, host["optimizer"] - state) + resident}
+        # A step reads what is not resident, and the kernel writes all of it.
+        in_files = 2 * state - resident
+    timeline = replay(
+        trace, machine, costs or Roofline(machine), overlapped=policies.overlap_step and on_host, in_files=in_files
+    )
+    own_state = sizes.own_weights + sizes.own_optimizer
     tensors = memory.peak.bytes + recording.mapped_bytes if machine.device == "cpu" else memory.reserved
     own = recording.dtypes["parameters"]
     reduced = policies.reduce_dtype or (None if GRAD_DTYPE_DECIDES else policies.param_dtype)
@@ -219,11 +242,14 @@ def assess(
         peak=memory.peak,
         idle_bytes=memory.idle,
         reserved_bytes=tensors + machine.process_bytes,
-        host_bytes=memory.host,
+        host_bytes=sum(host.values()),
+        host_by_category=host,
+        file_bytes=state,
         traffic=_traffic(recording.trace.transfers),
         timeline=timeline,
-        owners=owners,
-        checkpoint=Checkpoint(state, sizes.whole_weights + sizes.whole_optimizer, state / machine.storage_bandwidth),
+        checkpoint=Checkpoint(
+            own_state, sizes.whole_weights + sizes.whole_optimizer, own_state / machine.storage_bandwidth
+        ),
         dtypes=recording.dtypes | {name: _dtype_name(one) if one else own for name, one in computed.items()},
         notes=tuple(_notes(recording, policies, machine)),
         memory=memory,
@@ -251,5 +277,5 @@ def _notes(recording: Recording, policies: Policies, machine: Machine) -> Iterat
         yield "resident memory is larger: free memory that the C library's heap keeps is not counted"
         return
     yield "operators are those that torch runs on a CPU; kernels of a GPU may save other tensors"
-    if policies.offload:
-        yield "CPU offload: copies from and to the host take no time, and the optimizer is as fast as on the device"
+    if policies.offload or policies.offload_activations:
+        yield "a step on the host has its memory for itself: copies and files that run meanwhile are not counted"

@@ -15,11 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate
 
-from shardkit.core import CompressionPolicy, Owned
-from shardkit.core.parameters.ownership import newton_schulz_flops
-from shardkit.core.parameters.placements import is_ours, layout_for
+from shardkit.core import CompressionPolicy
 from shardkit.core.runtime.choice import stand_ins
 from shardkit.core.runtime.compressed.transport import CompressedTransport
 from shardkit.core.runtime.lanes import Program, Reduction
@@ -219,44 +216,6 @@ class Sizes(NamedTuple):
 
 
 @dataclass(frozen=True)
-class OwnerShares:
-    """Placements `Owned` and `Blocks`: bytes of parameters by rank of the shard group, and the optimizer's time.
-
-    Attributes:
-        bytes: bytes of all parameters, by rank.
-        imbalance: most work of a rank on owned matrices over the mean; 1 if there are none.
-        slowest: the rank with the most work; ties go to the most bytes, then to the lowest rank.
-        optimizer_seconds: the optimizer's predicted time on that rank; until known, on the estimated rank.
-        largest: FQNs of the parameters that the slowest rank owns.
-    """
-
-    bytes: tuple[int, ...]
-    imbalance: float
-    slowest: int
-    optimizer_seconds: float
-    largest: tuple[str, ...]
-
-
-def _owner_shares(model: nn.Module) -> OwnerShares | None:
-    placed = [(fqn, one, one.placements[-1]) for fqn, one in model.named_parameters() if isinstance(one, DTensor)]
-    if not any(is_ours(at) for _, _, at in placed):
-        return None
-    ranks = placed[0][1].device_mesh.size(-1)
-    nbytes, work, by_fqn = [0] * ranks, [0.0] * ranks, {}  # work: FLOPs of one iteration of Newton-Schulz
-    for fqn, one, at in placed:
-        layout = layout_for(None if isinstance(at, Replicate) else at, tuple(one.shape), ranks)
-        for rank in range(ranks):
-            nbytes[rank] += one.itemsize * (one.numel() if isinstance(at, Replicate) else layout.local_numel(rank))
-        if isinstance(at, Owned) and at.rank is not None:
-            by_fqn[fqn] = at.rank
-            work[at.rank] += newton_schulz_flops(torch.empty(one.shape, device="meta"))
-    slowest = max(range(ranks), key=lambda rank: (work[rank], nbytes[rank], -rank))
-    imbalance = max(work) * ranks / sum(work) if sum(work) else 1.0
-    largest = tuple(fqn for fqn, rank in by_fqn.items() if rank == slowest)
-    return OwnerShares(tuple(nbytes), imbalance, slowest, 0.0, largest)
-
-
-@dataclass(frozen=True)
 class Recording:
     """The recording of one iteration of a rank.
 
@@ -266,7 +225,6 @@ class Recording:
         blocks: the same for each repeated block that the trace distinguishes; empty if it distinguishes none.
         outbox_bytes: part of the peak, for gradients that peers of this host read; an upper bound.
         mapped_bytes: memory of other ranks of this host that this rank maps (shared memory).
-        owners: distribution of owned and blocked parameters, without times; None if there are none.
         values_read: places that asked for data of tensors.
         dtypes: dtypes of parameters and of the optimizer's state.
     """
@@ -276,7 +234,6 @@ class Recording:
     blocks: list[Sizes]
     mapped_bytes: int
     outbox_bytes: int
-    owners: OwnerShares | None
     values_read: tuple[str, ...]
     dtypes: dict[str, str]
 
@@ -317,7 +274,6 @@ def simulate(
             blocks=blocks,
             outbox_bytes=sum(one.outbox_bytes for one in transports.values()),
             mapped_bytes=sum(one.mapped_bytes for one in transports.values()),
-            owners=_owner_shares(model),
             values_read=tuple(observer.values_read),
             dtypes={"parameters": _dtypes(model.parameters()), "optimizer state": _dtypes(states)},
         )

@@ -1,9 +1,8 @@
-"""An estimate, and sweeps over settings of it, as tables for a terminal."""
+"""An estimate as tables for a terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -27,6 +26,8 @@ def print_estimate(estimate: Estimate, console: Console) -> None:
         console.print()
         console.print(table)
     console.print()
+    if estimate.short_of:
+        console.print(f"DOES NOT FIT: {estimate.short_of}", style="bold")
     for note in estimate.notes:
         console.print(f"note: {note}", style="italic")
 
@@ -39,12 +40,27 @@ def _tables(estimate: Estimate) -> Iterator[Table]:
         table.add_row(category.replace("_", " "), show(nbytes, "bytes"), f"{nbytes / max(1, peak.bytes):.0%}")
     table.add_row("all tensors", show(peak.bytes, "bytes"), "", style="bold")
     table.add_row("the process without tensors", show(machine.process_bytes, "bytes"), "")
-    reserved = f"{'resident' if machine.device == 'cpu' else 'reserved'} ({'fits' if estimate.fits else 'DOES NOT FIT'}"
+    fits = "fits" if estimate.reserved_bytes <= machine.memory else "DOES NOT FIT"
+    reserved = f"{'resident' if machine.device == 'cpu' else 'reserved'} ({fits}"
     table.add_row(f"{reserved} in {show(machine.memory, 'bytes')})", show(estimate.reserved_bytes, "bytes"), "")
-    if estimate.host_bytes:
-        table.add_row("offloaded to host memory", show(estimate.host_bytes, "bytes"), "")
     table.add_row("tensors between iterations", show(estimate.idle_bytes, "bytes"), "")
     yield table
+
+    if estimate.host_bytes:
+        table = grid("category", "device", "host", "files", title="memory by tier, each where this rank has most")
+        for category in CATEGORIES:
+            in_files = estimate.file_bytes if category == "optimizer" else 0
+            tiers = peak.by_category[category], estimate.host_by_category[category], in_files
+            if any(tiers):
+                table.add_row(category.replace("_", " "), *(show(one, "bytes") for one in tiers))
+        sums = (peak.bytes, estimate.host_bytes, estimate.file_bytes)
+        table.add_row("all", *(show(one, "bytes") for one in sums), style="bold")
+        ranks, room = min(machine.ranks_per_host, estimate.world_size), (machine.host_memory, machine.storage)
+        held = (
+            f"{show(ranks * one, 'bytes')} of {show(all_, 'bytes')}" for one, all_ in zip(sums[1:], room, strict=True)
+        )
+        table.add_row(f"the {ranks} ranks of a host", "", *held)
+        yield table
 
     heads = "collective", "of", "phase", "calls", "in host", "between hosts"
     table = grid(*heads, title="sent by this rank in one iteration", left=3)
@@ -69,51 +85,18 @@ def _tables(estimate: Estimate) -> Iterator[Table]:
     for fqn, seconds in sorted(line.exposed_by_fqn.items(), key=lambda one: -one[1])[:3]:
         if seconds >= 0.01 * line.step:
             table.add_row(f"  of '{fqn}'", show(seconds, "seconds"))
+    if line.host_step:
+        table.add_row("step on the host", show(line.host_step, "seconds"))
+        table.add_row("  not hidden", show(line.host_exposed, "seconds"))
+    if line.copies:
+        table.add_row("copies to and from the host", show(line.copies, "seconds"))
     if estimate.mfu is not None:
         table.add_row("MFU", show(estimate.mfu, "share"))
     written = f"checkpoint of {show(saved.whole, 'bytes')}, {show(saved.own, 'bytes')} by this rank"
     table.add_row(written, show(saved.seconds, "seconds"))
     yield table
 
-    if shares := estimate.owners:
-        table = grid("parameters by rank of the shard group", "", title="placements")
-        least, most = min(shares.bytes), max(shares.bytes)
-        table.add_row(f"most, rank {shares.bytes.index(most)}", show(most, "bytes"))
-        table.add_row("mean", show(sum(shares.bytes) / len(shares.bytes), "bytes"))
-        table.add_row(f"least, rank {shares.bytes.index(least)}", show(least, "bytes"))
-        table.add_row("work on owned matrices, largest over mean", f"{shares.imbalance:.3f}")
-        table.add_row(f"optimizer of the slowest rank, {shares.slowest}", show(shares.optimizer_seconds, "seconds"))
-        yield table
-
 
 def _sent(rows: Sequence[TrafficRow]) -> tuple[str, str, str]:
     inside, between = sum(row.inside for row in rows), sum(row.between for row in rows)
     return str(sum(row.calls for row in rows)), show(inside, "bytes"), show(between, "bytes")
-
-
-class Point(NamedTuple):
-    """One combination of settings and its estimate, or None with the error."""
-
-    settings: Mapping[str, str]
-    estimate: Estimate | None
-    problem: str = ""
-
-    @property
-    def name(self) -> str:
-        return ", ".join(f"{name}={value}" for name, value in self.settings.items())
-
-
-def print_sweep(points: Sequence[Point], console: Console) -> None:
-    """One line for each point, in the order of the sweep."""
-    table = grid(*points[0].settings, "peak", "reserved", "fits", "sent", "step", "exposed", left=0)
-    for settings, found, _ in points:
-        cells = ["-"] * 6
-        if found is not None:
-            sent, line = sum(row.inside + row.between for row in found.traffic), found.timeline
-            memory = show(found.peak.bytes, "bytes"), show(found.reserved_bytes, "bytes"), "yes" if found.fits else "no"
-            cells = [*memory, show(sent, "bytes"), show(line.step, "seconds"), show(line.exposed, "seconds")]
-        table.add_row(*settings.values(), *cells)
-    console.print(table)
-    for point in points:
-        if point.problem:
-            console.print(f"{point.name}: {point.problem}")

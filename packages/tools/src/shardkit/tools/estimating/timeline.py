@@ -7,6 +7,7 @@ queue works behind its host, which only launches; communication runs on separate
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
 
-from shardkit.tools.estimating.trace import Awaited, Dispatched, Operator, Ran, Trace, Transfer
+from shardkit.tools.estimating.trace import Awaited, Copied, Dispatched, Operator, Ran, Trace, Transfer
 from shardkit.tools.machine import Machine
 
 
@@ -77,7 +78,7 @@ def transfer_seconds(transfer: Transfer, machine: Machine) -> float:
     )
 
 
-Lane: TypeAlias = Literal["compute", "waiting", "all-gather", "reduction", "all-reduce"]
+Lane: TypeAlias = Literal["compute", "waiting", "all-gather", "reduction", "all-reduce", "to device", "to host"]
 
 
 class Span(NamedTuple):
@@ -99,7 +100,9 @@ class Timeline:
         compute: time in operators, including launches on the critical path.
         communication: time that communications take by themselves, overlapped or not.
         exposed: time that computation waits for them.
-        optimizer: time in operators of the optimizer.
+        optimizer: time in operators of the optimizer, unless the next forward runs beside them.
+        host_step: time of the optimizer's step on the host, with its files; `host_exposed` of it is not hidden.
+        copies: time of the copies between device and host, overlapped or not.
         flops: three times those of forward: forward and backward without recomputation.
         exposed_by_fqn: exposed time by the group that is waited for.
         compute_by_fqn: time in operators, by module.
@@ -115,6 +118,9 @@ class Timeline:
     flops: int
     exposed_by_fqn: dict[str, float]
     compute_by_fqn: dict[str, float]
+    host_step: float = 0.0
+    host_exposed: float = 0.0
+    copies: float = 0.0
     spans: tuple[Span, ...] = field(default=(), repr=False)
     moments: tuple[float, ...] = field(default=(), repr=False)
 
@@ -129,7 +135,7 @@ class _Lanes:
         self._reduced: dict[str, float] = {}
         self._pending: dict[int, tuple[float, float, str]] = {}
         self._later = (0.0, "")
-        self.communication = 0.0
+        self.communication = self.copies = 0.0
         self.spans: list[Span] = []
 
     def launch(self, transfer: Transfer, now: float) -> None:
@@ -147,14 +153,32 @@ class _Lanes:
         begin = max(self._lanes[lane], now)
         if self._machine.transport == "nccl":
             begin = max(begin, self._groups[transfer.group])
-        end = self._lanes[lane] = self._groups[transfer.group] = begin + seconds
+        if transfer.copied and lane == "all-gather":  # of the shards, while the gather before it runs
+            begin = max(begin, self._copy("to device", transfer.copied, transfer, now))
+        end = self._groups[transfer.group] = begin + seconds
         self.spans.append(Span(lane, transfer.fqn, transfer.phase, begin, end))
+        if transfer.copied and lane == "reduction":  # of its result; no longer than the lane's next one
+            end = self._copy("to host", transfer.copied, transfer, end)
+            self._later = max(self._later, (end, transfer.fqn))
+        self._lanes[lane] = end
         if lane == "reduction":
             self._reduced[transfer.fqn] = end
         if follows:
             self._later = max(self._later, (end, transfer.fqn))  # nothing in backward needs its result
         else:
             self._pending[transfer.about] = end, 0.0, transfer.fqn
+
+    def copy(self, copied: Copied, now: float) -> None:
+        end = self._copy("to host" if copied.to_host else "to device", copied.nbytes, copied, now)
+        self._pending[copied.about] = end, 0.0, copied.fqn
+
+    def _copy(self, lane: Lane, nbytes: int, of: Copied | Transfer, now: float) -> float:
+        """The end of a copy that begins at `now`, or after the one before it."""
+        seconds, begin = nbytes / self._machine.host_link, max(self._lanes[lane], now)
+        self.copies += seconds
+        self._lanes[lane] = begin + seconds
+        self.spans.append(Span(lane, of.fqn, of.phase, begin, begin + seconds))
+        return begin + seconds
 
     def wait(self, number: int, now: float) -> tuple[float, str]:
         """When a wait that starts at `now` ends, and the group it waits for."""
@@ -167,8 +191,25 @@ class _Lanes:
         return max(end, now), fqn
 
 
-def replay(trace: Trace, machine: Machine, costs: OperatorCosts) -> Timeline:
-    """The times of a trace on a machine. Raises `MachineError` as `transfer_seconds` and `costs`."""
+def _stepped(trace: Trace, seconds: float) -> dict[str, float]:
+    """When a step that begins with the iteration has updated each group, by label: in the order of forward."""
+    groups: dict[str, int] = {}
+    for one in trace.transfers:
+        if one.copied and (one.collective, one.phase) == ("all-gather", "forward"):
+            groups.setdefault(one.fqn, one.copied)
+    ends = itertools.accumulate(nbytes * seconds / sum(groups.values()) for nbytes in groups.values())
+    return dict(zip(groups, ends, strict=True))
+
+
+def replay(
+    trace: Trace, machine: Machine, costs: OperatorCosts, *, overlapped: bool = False, in_files: int = 0
+) -> Timeline:
+    """The times of a trace on a machine. Raises `MachineError` as `transfer_seconds` and `costs`.
+
+    A step on the host takes the time of its memory traffic at this rank's part of the host's bandwidth. If it is
+    `overlapped`, it begins with the iteration, and each gather in forward waits for its group; `in_files` are the bytes
+    that it reads from files and writes to them meanwhile.
+    """
     lanes = _Lanes(machine)
     queued = machine.device != "cpu"
     seconds_of: dict[Operator, float] = {}
@@ -178,6 +219,11 @@ def replay(trace: Trace, machine: Machine, costs: OperatorCosts) -> Timeline:
     compute: dict[str, float] = defaultdict(float)
     spans: list[Span] = []
     moments: list[float] = []
+    each = machine.ranks_per_host / machine.host_bandwidth
+    stepped_bytes = sum(one.operator.bytes for one in trace.steps if isinstance(one, Ran) and one.on_host)
+    host_step = max(stepped_bytes * each, in_files / machine.storage_bandwidth)
+    host_exposed = 0.0 if overlapped else host_step
+    stepped = _stepped(trace, host_step) if overlapped else {}
 
     def note(lane: Literal["compute", "waiting"], fqn: str, phase: str, begin: float) -> None:
         last = spans[-1] if spans else None
@@ -196,15 +242,19 @@ def replay(trace: Trace, machine: Machine, costs: OperatorCosts) -> Timeline:
         if isinstance(step, Ran):
             if step.phase not in ("forward", "backward"):
                 wait(*lanes.settle(device), step.phase)
-            seconds = seconds_of.get(step.operator)
-            if seconds is None:
-                seconds = seconds_of[step.operator] = costs.seconds(step.operator)
-            flops += step.operator.flops if step.phase == "forward" else 0
             before = device
-            host += machine.operator_seconds
-            device = max(device, host) + seconds if queued else device + machine.operator_seconds + seconds
-            compute[step.fqn] += device - before
-            note("compute", step.fqn, step.phase, before)
+            if step.on_host and not overlapped:
+                host = device = max(host, device) + machine.operator_seconds + step.operator.bytes * each
+                note("compute", step.fqn, step.phase, before)
+            elif not step.on_host:
+                seconds = seconds_of.get(step.operator)
+                if seconds is None:
+                    seconds = seconds_of[step.operator] = costs.seconds(step.operator)
+                flops += step.operator.flops if step.phase == "forward" else 0
+                host += machine.operator_seconds
+                device = max(device, host) + seconds if queued else device + machine.operator_seconds + seconds
+                compute[step.fqn] += device - before
+                note("compute", step.fqn, step.phase, before)
         elif isinstance(step, Dispatched):
             seconds = machine.dtensor_seconds + step.tensors * machine.dtensor_each_seconds
             host += seconds
@@ -212,7 +262,14 @@ def replay(trace: Trace, machine: Machine, costs: OperatorCosts) -> Timeline:
                 device += seconds
                 compute[step.fqn] += seconds
         elif isinstance(step, Transfer):
+            ready = stepped.get(step.fqn, 0.0)
+            if ready > device:  # the host waits for the group's step before it launches anything else
+                host_exposed += ready - device
+                before, device, host = device, ready, max(host, ready)
+                note("waiting", step.fqn, step.phase, before)
             lanes.launch(step, device)
+        elif isinstance(step, Copied):
+            lanes.copy(step, device)
         elif isinstance(step, Awaited):
             wait(*lanes.wait(step.about, device), step.phase)
         moments.append(device)
@@ -226,6 +283,9 @@ def replay(trace: Trace, machine: Machine, costs: OperatorCosts) -> Timeline:
         flops=3 * flops,
         exposed_by_fqn={fqn: seconds for fqn, seconds in exposed.items() if fqn or seconds},
         compute_by_fqn=dict(compute),
+        host_step=host_step,
+        host_exposed=host_exposed,
+        copies=lanes.copies,
         spans=(*spans, *lanes.spans),
         moments=tuple(moments),
     )

@@ -67,7 +67,7 @@ class Operator:
         args, kwargs: its arguments, with a `TensorSpec` in place of each tensor.
         dtype: dtype of its first tensor, None if it has none.
         flops: floating-point operations of matrix products and convolutions, 0 for everything else.
-        bytes: bytes read and written; 0 if it only makes views.
+        bytes: bytes read and written, also in place; 0 if it only makes views.
         attention: whether it is fused attention, forward or backward.
     """
 
@@ -94,7 +94,8 @@ class Operators:
         if operator is None:
             tensors = tensors_in((args, kwargs))
             dtype = tensors[0].dtype if tensors else None
-            moved = 0 if function.is_view else sum(map(_nbytes, (*tensors, *tensors_in(out))))
+            written = [one for one in tensors_in(out) if isinstance(one, torch.Tensor)] or _written(function, args)
+            moved = 0 if function.is_view else sum(map(_nbytes, (*tensors, *written)))
             flops = count_flops(function, args, kwargs, out)
             operator = Operator(function, specs, dict(named), dtype, flops, moved, "attention" in str(function))
             self._known[key] = operator
@@ -104,6 +105,12 @@ class Operators:
 def _nbytes(tensor: torch.Tensor) -> int:
     # An expanded tensor is read repeatedly from the same few bytes.
     return min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes())
+
+
+def _written(function: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
+    """The tensors that an operator without results, such as a fused optimizer, writes to."""
+    wanted = function._schema.arguments
+    return tensors_in([one for one, of in zip(args, wanted, strict=False) if of.is_write])
 
 
 def _spec(value: Any) -> Any:
@@ -118,9 +125,12 @@ def _spec(value: Any) -> Any:
 
 
 class Ran(msgspec.Struct, frozen=True, gc=False):
+    """An operator ran; with `on_host`, beside a device, on tensors that `CPUOffloadPolicy` keeps in host memory."""
+
     operator: Operator
     fqn: str
     phase: str
+    on_host: bool = False
 
 
 class Dispatched(msgspec.Struct, frozen=True, gc=False):
@@ -143,6 +153,7 @@ class Transfer(msgspec.Struct, frozen=True, gc=False):
         of_core: whether `fully_shard` started it.
         compressed: whether a `CompressionPolicy` rounds the data.
         group: name of the process group; on a GPU its collectives run one after the other.
+        copied: bytes that go from the host to the device before it, or come back after it.
         about: a unique number.
     """
 
@@ -158,12 +169,23 @@ class Transfer(msgspec.Struct, frozen=True, gc=False):
     of_core: bool
     compressed: bool = False
     group: str = ""
+    copied: int = 0
     about: int = 0
 
     @property
     def moved(self) -> int:
         """`bytes` as sent: fewer if they are rounded."""
         return self.wire_bytes * self.ranks // max(1, self.ranks - 1) if self.compressed else self.bytes
+
+
+class Copied(msgspec.Struct, frozen=True, gc=False):
+    """A copy of activations to the host or back began; `about` is a unique number, as of a communication."""
+
+    to_host: bool
+    nbytes: int
+    fqn: str
+    phase: str
+    about: int
 
 
 class Awaited(msgspec.Struct, frozen=True, gc=False):
@@ -210,7 +232,7 @@ def block_of(fqn: str, prefix: str) -> int:
     return int(number) if number.isdigit() else -1
 
 
-Step: TypeAlias = Ran | Dispatched | Transfer | Awaited | Changed | Entered
+Step: TypeAlias = Ran | Dispatched | Transfer | Copied | Awaited | Changed | Entered
 
 
 @dataclass

@@ -45,7 +45,15 @@ _NAMES = {
     "torch.distributed.device_mesh": ("DeviceMesh", "init_device_mesh"),
     "torch.distributed.tensor.parallel": ("ColwiseParallel", "RowwiseParallel", "parallelize_module"),
     "torch.utils.checkpoint": ("checkpoint", "create_selective_checkpoint_contexts"),
-    "shardkit.core": ("fully_shard", "placements_for", "CPUOffloadPolicy", "MixedPrecisionPolicy"),
+    "shardkit.core": (
+        "fully_shard",
+        "placements_for",
+        "CPUOffloadPolicy",
+        "FileTier",
+        "MixedPrecisionPolicy",
+        "offload_activations",
+        "overlap_step",
+    ),
 }
 
 
@@ -89,8 +97,14 @@ def code_of(proposal: Proposal) -> str:
     lines += [
         f"    fully_shard(model, {', '.join(['mesh=mesh', *keywords])})",
         f"    model.set_prefetch_depth({policies.prefetch_depth})",
+        *(["    offload_activations(model)"] if policies.offload_activations else []),
         "    return model",
     ]
+    if policies.overlap_step:
+        states = f", states=FileTier(directory, {policies.resident})" if policies.resident is not None else ""
+        taken = ", directory: str" if states else ""
+        lines += ["", "", f"def overlap(optimizer: torch.optim.Optimizer{taken}) -> None:"]
+        lines += ['    """Call it with the optimizer of the sharded model."""', f"    overlap_step(optimizer{states})"]
     body = before + "\n".join(lines) + "\n"
     imports = _imports(body) + [f"from {one.__module__} import {one.__name__}" for one in theirs]
     if theirs:

@@ -59,7 +59,13 @@ def _head(proposal: Proposal, *missing: str) -> str:
     """Comments: what the proposal is, and what the file does not say."""
     candidate, policies = proposal.candidate, proposal.candidate.policies
     prefetch = policies.prefetch_depth != Policies.prefetch_depth
-    choices = {"prefetching": prefetch, "outer modules apart": candidate.apart, "placements": policies.placements}
+    choices = {
+        "prefetching": prefetch,
+        "placements": policies.placements,
+        "overlap_step": policies.overlap_step,
+        "files": policies.resident,
+        "offload_activations": policies.offload_activations,
+    }
     left_out = [*filter(None, missing), *(name for name, chosen in choices.items() if chosen)]
     told = f"\n# The estimate also has {', '.join(left_out)}, which this file cannot say." if left_out else ""
     return f"# {candidate.describe()}{told}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from importlib.metadata import entry_points
@@ -34,8 +33,6 @@ from shardkit.tools.torch_compat import FakeTensors
 Axes: TypeAlias = tuple[tuple[str, int], ...]
 """Names and sizes of the axes of a mesh."""
 
-# A module outside of the blocks gets a separate group if it holds this part of all parameters.
-_LARGE_PART = 0.05
 # Number of best candidates to try with replicas, larger micro-batches, more prefetching, and tensor parallelism.
 _REPLICATED, _GROWN, _PREFETCHED, _CUT = 3, 6, 3, 2
 # To prefetch more, this part of a step must be exposed communication.
@@ -48,15 +45,11 @@ _MIB = 2**20
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to shard and run a model: mesh, policies, samples of a micro-batch.
-
-    `apart`: whether large modules outside of the blocks are wrapped in addition to those that the job names.
-    """
+    """One way to shard and run a model: mesh, policies, samples of a micro-batch."""
 
     axes: Axes
     policies: Policies
     micro_batch: int
-    apart: bool = False
 
     @property
     def samplers(self) -> int:
@@ -74,8 +67,12 @@ class Candidate:
         parts.append("keep" if policies.reshard_after_forward is False else "reshard")
         if policies.checkpoint:
             parts.append("recompute" if policies.checkpoint is True else "recompute selectively")
-        if self.apart:
-            parts.append("outer modules apart")
+        if policies.offload_activations:
+            parts.append("activations on the host")
+        if policies.offload:
+            parts.append("shards on the host" + (", overlapped step" if policies.overlap_step else ""))
+        if policies.resident is not None:
+            parts.append(f"optimizer state in files but {show(policies.resident, 'bytes')}")
         return ", ".join(parts)
 
 
@@ -94,25 +91,6 @@ def tensor_parallel_meshes(world_size: int, machine: Machine) -> list[Axes]:
     """Two, four and eight ranks of a host that share the work on each sample, with sharding over the other ranks."""
     together = [size for size in (2, 4, 8) if machine.ranks_per_host % size == 0 and world_size % size == 0]
     return [(("dp_shard", world_size // size), ("tp", size)) for size in together]
-
-
-def wrappings(model: nn.Module, wrap: tuple[str, ...] | None) -> list[tuple[str, ...] | None]:
-    """The model's blocks; and these with each outer module that holds many parameters. Raises `EstimateError`."""
-    blocks = [fqn for fqn, _ in blocks_of(model, wrap)]
-    inside = {fqn for fqn, _ in model.named_modules() if any(f"{fqn}.".startswith(f"{block}.") for block in blocks)}
-    total = sum(parameter.numel() for parameter in model.parameters())
-    owners: dict[int, list[str]] = defaultdict(list)
-    for fqn, module in model.named_modules():
-        for parameter in module.parameters(recurse=False):
-            owners[id(parameter)].append(fqn)
-    tied = {fqn for names in owners.values() if len(names) > 1 for fqn in names}
-    outer = [
-        fqn
-        for fqn, module in model.named_modules()
-        if fqn and fqn not in inside | tied
-        and sum(one.numel() for one in module.parameters(recurse=False)) >= _LARGE_PART * total
-    ]  # fmt: skip
-    return [wrap, (*blocks, *outer)] if outer and blocks else [wrap]
 
 
 class NothingFits(EstimateError):
@@ -199,7 +177,7 @@ class _Search:
     def fits(self, candidate: Candidate) -> bool:
         """Whether a candidate stays below the limit; False if it cannot be estimated."""
         self.attempt(candidate)
-        return candidate in self.known and self.nbytes(candidate) <= self.limit
+        return candidate in self.ranked()
 
     def accumulate(self, candidate: Candidate) -> int:
         """Micro-batches of an iteration; 0 if the global batch cannot be divided into them."""
@@ -217,7 +195,8 @@ class _Search:
     def step_seconds(self, candidate: Candidate) -> float:
         """Time of an iteration."""
         line = self.known[candidate].timeline
-        return self.repeated(candidate) * (line.step - line.optimizer) + line.optimizer
+        once = max(line.optimizer, line.host_exposed)  # a step under the next forward has no span of its own
+        return self.repeated(candidate) * (line.step - once) + once
 
     def repeated(self, candidate: Candidate) -> int:
         """How often the estimated iteration, without its optimizer, is repeated for the global batch."""
@@ -229,7 +208,7 @@ class _Search:
 
     def ranked(self) -> list[Candidate]:
         """Candidates that fit, fastest first; for equal times (to four digits), least reserved memory first."""
-        fitting = [one for one in self.known if self.nbytes(one) <= self.limit]
+        fitting = [one for one, found in self.known.items() if self.nbytes(one) <= self.limit and not found.short_of]
         return sorted(fitting, key=lambda one: (float(f"{self.sample_seconds(one):.4g}"), self.nbytes(one)))
 
     def apart(self, error: float) -> list[Candidate]:
@@ -262,14 +241,15 @@ def propose(
 ) -> list[Proposal]:
     """Ways to run a job on `world_size` ranks with at most `limit` bytes each, fastest per sample first.
 
-    Every combination of wrapping, reshard policy and recomputation is estimated with the smallest micro-batch;
-    parameters are kept for backward only if the model fits without that. The best that fit are also tried with
-    replicas, which take more memory, and with tensor parallelism if the job has a plan for it. The best of all then get
-    larger micro-batches as long as they fit, and the best of these one more prefetched group. By default the smallest
-    micro-batch is the job's own and the largest eight times that. `margin` is the part of the limit that stays free,
-    because estimates err; proposals differ by more than `error` in time or memory. `global_batch` is the number of
-    samples of all ranks in an iteration, in as many micro-batches as that takes. `tell` receives messages about
-    candidates that could not be tried, `progress` the numbers of estimates made and planned so far.
+    Every combination of reshard policy and recomputation is estimated with the smallest micro-batch; parameters are
+    kept for backward only if the model fits without that. If none fits, memory of the host and then files are added,
+    as `_tiers` says. The best that fit are also tried with replicas, which take more memory, and with tensor
+    parallelism if the job has a plan for it. The best of all then get larger micro-batches as long as they fit, and the
+    best of these one more prefetched group. By default the smallest micro-batch is the job's own and the largest eight
+    times that. `margin` is the part of the limit that stays free, because estimates err; proposals differ by more than
+    `error` in time or memory. `global_batch` is the number of samples of all ranks in an iteration, in as many
+    micro-batches as that takes. `tell` receives messages about candidates that could not be tried, `progress` the
+    numbers of estimates made and planned so far.
 
     Raises:
         NothingFits: if no candidate fits; names the one that comes closest.
@@ -280,32 +260,29 @@ def propose(
     most_micro_batch = most_micro_batch or _MOST_TIMES * micro_batch
     search = _Search(job, machine, int(limit * (1 - margin)), global_batch, tell, progress)
     with search.workers:
-        _explore(search, world_size, wrappings(plain, job.policies.wrap), micro_batch, most_micro_batch)
+        _explore(search, world_size, micro_batch, most_micro_batch)
         if not search.ranked():
             raise NothingFits(_closest(search, limit, margin))
     chosen = search.apart(error) if error else search.ranked()
     return [_proposal(search, candidate, plain) for candidate in chosen[:count]]
 
 
-def _explore(
-    search: _Search, world_size: int, wraps: list[tuple[str, ...] | None], micro_batch: int, most_micro_batch: int
-) -> None:
+def _explore(search: _Search, world_size: int, micro_batch: int, most_micro_batch: int) -> None:
     """Attempts candidates in the order that `propose` describes."""
     job = search.job
     first, *other = meshes(world_size, search.machine)
-    plain = [
-        Candidate(
-            first,
-            replace(job.policies, wrap=wrap, reshard_after_forward=True, checkpoint=recompute),
-            micro_batch,
-            wrap != job.policies.wrap,
-        )
-        for wrap, recompute in product(wraps, (job.policies.checkpoint,) if job.policies.checkpoint else _RECOMPUTED)
-    ]
-    search.begin(plain)
-    for candidate in plain:
-        if search.fits(candidate):  # keeping parameters from forward to backward reserves no less
-            search.attempt(candidate.changed(reshard_after_forward=False))
+    recomputed = (job.policies.checkpoint,) if job.policies.checkpoint else _RECOMPUTED
+    for policies in _tiers(job.policies, search.machine):
+        plain = [
+            Candidate(first, replace(policies, reshard_after_forward=True, checkpoint=recompute), micro_batch)
+            for recompute in recomputed
+        ]
+        search.begin(plain)
+        for candidate in plain:
+            if search.fits(candidate):  # keeping parameters from forward to backward reserves no less
+                search.attempt(candidate.changed(reshard_after_forward=False))
+        if search.ranked():
+            break
     replicated = [[replace(one, axes=axes) for axes in other] for one in search.ranked()[:_REPLICATED]]
     search.begin(ways[0] for ways in replicated if ways)
     for ways in replicated:
@@ -327,6 +304,18 @@ def _explore(
     search.begin(one.changed(prefetch_depth=one.policies.prefetch_depth + 1) for one in exposed)
     for one in exposed:
         search.attempt(one.changed(prefetch_depth=one.policies.prefetch_depth + 1))
+
+
+def _tiers(policies: Policies, machine: Machine) -> Iterator[Policies]:
+    """The job's own policies, and if these do not fit, more and more in slower memory."""
+    yield policies
+    if machine.device == "cpu" or policies.offload or policies.offload_activations:
+        return
+    yield replace(policies, offload_activations=True)
+    yield (stepped := replace(policies, offload=True, overlap_step=True))
+    yield replace(stepped, offload_activations=True)
+    yield (filed := replace(stepped, resident=machine.host_memory // machine.ranks_per_host // 8))
+    yield replace(filed, offload_activations=True)
 
 
 def _build(job: TrainingJob, machine: Machine) -> nn.Module:
@@ -390,6 +379,9 @@ def _reasons(search: _Search, candidate: Candidate) -> Iterator[str]:
     line, nbytes, times = found.timeline, search.nbytes(candidate), search.accumulate(candidate)
     yield f"takes {show(nbytes, 'bytes')}, {nbytes / search.limit:.0%} of the limit; its peak is {found.peak.place}"
     yield f"waits {show(line.exposed, 'seconds')} of a {show(line.step, 'seconds')} step for communication"
+    if line.host_step:
+        hidden = show(line.host_step - line.host_exposed, "seconds")
+        yield f"steps on the host in {show(line.host_step, 'seconds')}, {hidden} of it under forward"
     if search.global_batch is not None:
         yield f"makes {times} micro-batches for each step of the optimizer, and reduces gradients after each"
     for what, other in _other_ways(candidate):
@@ -422,8 +414,13 @@ def _other_ways(candidate: Candidate) -> Iterator[tuple[str, Candidate]]:
 
 
 def _closest(search: _Search, limit: int, margin: float) -> str:
-    best = min(search.known, key=search.nbytes)
+    best = min(search.known, key=lambda one: (search.nbytes(one) > search.limit, search.nbytes(one)))
     found = search.known[best]
+    if search.nbytes(best) <= search.limit:
+        return (
+            f"none of {len(search.known)} ways fits: with {show(search.nbytes(best), 'bytes')} on the device "
+            f"({best.describe()}), {found.short_of}. Use more hosts, or --param-dtype bfloat16"
+        )
     biggest = max(found.peak.by_category, key=lambda name: found.peak.by_category[name])
     size, process = found.peak.by_category[biggest], search.machine.process_bytes
     if process < size:
