@@ -26,15 +26,17 @@ from report import Report
 from settings import Settings, parse
 from shardkit.core import (
     CPUOffloadPolicy,
+    FileTier,
     MixedPrecisionPolicy,
     OffloadPolicy,
     Owned,
     clip_grad_norm_,
     fully_shard,
+    offload_activations,
     optimizer_step_on_shards,
+    overlap_step,
     placements_for,
 )
-from shardkit.core.beyond import FileTier, offload_activations, overlap_step
 from shardkit.core.checkpoint import CheckpointManager, TrainingState
 
 
