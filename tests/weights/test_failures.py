@@ -291,10 +291,9 @@ def test_a_receiver_that_does_not_receive_gets_the_next_version():
     with WeightSender(state(1), address, timeout=1) as one, WeightReceiver(address, targets_of(state(0))) as receiver:
         with pytest.warns(UserWarning, match="has not called receive"):
             assert one.send(1).receivers == ()
-        assert not receiver.offered
+        wait_for(lambda: not receiver.offered)  # it is told beside the sender
         sending = one.send(2, async_op=True)
-        while not receiver.offered:
-            time.sleep(0.01)
+        wait_for(lambda: receiver.offered)
         assert receiver.receive() == 2 and not receiver.offered
         assert sending.wait().failed == {}
 
