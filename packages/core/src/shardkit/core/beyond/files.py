@@ -41,7 +41,8 @@ class FileTier:
     Args:
         path: the directory, on a disk of this host; it is made if it does not exist. Each rank has files of its own.
         resident: bytes, as a number or such as "2GiB". The files of the largest parameter group must fit, and with
-            `parameters` the shards of two others, which are gathered meanwhile.
+            `parameters` the shards of two others, which are gathered meanwhile. If more are gathered at once, or stay
+            unsharded on a mesh of one rank, their shards come on top.
         parameters: whether the shards lie in files, too, of all groups that have parameters of the optimizer.
 
     Raises:
@@ -65,9 +66,10 @@ class FileTier:
         self._gathered: list[StateFile] = []  # the shards of the last gather
         self._steps, self._gathers = _Order(), _Order()
 
-    def begin_step(self, group: FSDPParamGroup) -> None:
-        """Before the step of a group: makes room for its files, and has those of the next one read."""
-        self._in_step = files = WeakSet(self._files.get(group, ()))
+    def begin_step(self, group: FSDPParamGroup, tensors: Sequence[torch.Tensor]) -> None:
+        """Before a group is stepped: makes room for the files of `tensors`, and has those of the next one read."""
+        used = (file for file in self._files.get(group, ()) if any(one in file for one in tensors))
+        self._in_step = files = WeakSet(used)  # not files of earlier state, which a state dict may hold
         self._hold(files)
         following = self._steps.follow(group)
         self._read_ahead(() if following is None else self._files.get(following, ()))

@@ -162,6 +162,7 @@ class OverlappedSteps(PlainSteps):
         give_back(job.waiting)
         for parameter, state in job.states_after():
             dict.__setitem__(job.state_of_optimizer, parameter, state)
+        del job.wait, job.before_gather  # circles, in which state would outlive a load, with its files
         return True
 
     # -- hooks of the step ---------------------------------------------------------------------------------------------
@@ -473,7 +474,8 @@ class Job:
         if self.tier is None or self.group is None:
             bare_step(self._optimizer)(self._optimizer)
             return
-        self.tier.begin_step(self.group)
+        used = [one for params in self.params.values() for one in params]
+        self.tier.begin_step(self.group, [*used, *tensors_in([*self.state.values()])])
         bare_step(self._optimizer)(self._optimizer)
         self._put_in(self.tier, self.group)
 
