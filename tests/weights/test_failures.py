@@ -236,6 +236,45 @@ def test_a_receiver_that_stops_is_left_behind(position, step, in_place):
         assert report.failed.keys() == {"other"}
 
 
+def interrupt(receiver: WeightReceiver) -> None:
+    for task in asyncio.all_tasks(receiver._io.loop):
+        if "_take" in repr(task) and "_take_part" not in repr(task):
+            receiver._io.loop.call_soon_threadsafe(task.cancel)
+
+
+def test_a_receiver_that_gives_up_passes_on_nothing_more():
+    """A bucket that waits for memory when its receiver gives up would come from what it had before."""
+    address = free_address()
+    with contextlib.ExitStack() as stack:
+        threads = stack.enter_context(ThreadPoolExecutor())
+        values = state(1)
+        senders = [stack.enter_context(sender(rank, values, address, 2, TIMEOUT)) for rank in range(2)]
+        watched = []
+        for number in range(2):
+            watched.append(Watched(address, str(number)))
+            stack.callback(watched[-1].receiver.close)
+            wait_for(lambda: len(senders[0]._coordinator._receivers) == len(watched))
+        first, second = watched
+        go = threading.Event()
+        senders[1]._packed, packed = lambda *args: (go.wait(TIMEOUT), packed(*args))[1], senders[1]._packed
+        stack.callback(go.set)
+        sending = [threads.submit(each.send, 1) for each in senders]
+        wait_for(lambda: first.receiver._layout is not None)
+        free = first.receiver._free
+        buckets = [first.receiver._io.run(free.get()) for _ in range(2)]
+        receiving = threads.submit(first.receiver._io.run, first.receiver._take(TIMEOUT))
+        last = threads.submit(second.until, 1)
+        wait_for(lambda: free._getters)  # it is about to pass on the first bucket
+        interrupt(first.receiver)
+        with pytest.raises(CancelledError):
+            receiving.result(TIMEOUT)
+        for one in buckets:
+            first.receiver._io.loop.call_soon_threadsafe(free.put_nowait, one)
+        go.set()
+        last.result(TIMEOUT)
+        assert all(each.result(TIMEOUT).receivers == ("1",) for each in sending)
+
+
 def test_an_interrupt_leaves_the_receiver_as_it_was():
     """The version that was on its way is given up, and the next is received."""
     address = free_address()
@@ -253,9 +292,7 @@ def test_an_interrupt_leaves_the_receiver_as_it_was():
         receiving = threads.submit(there.receiver._io.run, there.receiver._take(TIMEOUT))
         wait_for(lambda: there.visible() == [0.0, 1.0])  # a part has come
         assert not there.receiver.valid
-        for task in asyncio.all_tasks(there.receiver._io.loop):
-            if "_take" in repr(task) and "_take_part" not in repr(task):
-                there.receiver._io.loop.call_soon_threadsafe(task.cancel)
+        interrupt(there.receiver)
         with pytest.raises(CancelledError):
             receiving.result(TIMEOUT)
         last = threads.submit(there.until, 2)

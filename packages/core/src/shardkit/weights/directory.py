@@ -59,11 +59,13 @@ class DirectoryReceiver(WeightReceiver):
         self._looks = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in wide_first}
         self._files = SafetensorsLayout.of(self._looks, file_bytes)
         super().__init__(address, self._create(), in_place=True, **options)
+        self._created = True
 
     def receive(self, timeout: float | None = None) -> int:
         """Waits for the next version and writes it; returns its number. Raises as `WeightReceiver.receive`."""
-        if not (self.directory / _PARTIAL).exists():
+        if not self._created and self._round is None:  # else one that is complete is to be finished
             self._set_targets(self._create())
+            self._created = True
         return super().receive(timeout)
 
     def path(self, version: int) -> Path:
@@ -96,11 +98,13 @@ class DirectoryReceiver(WeightReceiver):
     def _write(self, taken: Any) -> None:
         """All bytes of a version are in the files: makes them visible."""
         partial, final = self.directory / _PARTIAL, self.path(taken.version)
-        for file in self._files.heads:
-            with (partial / file).open("r+b") as opened:
-                os.fsync(opened.fileno())
-        shutil.rmtree(final, ignore_errors=True)  # a trainer that has gone back sends a number again
-        partial.rename(final)
+        if self._created:
+            for file in self._files.heads:
+                with (partial / file).open("r+b") as opened:
+                    os.fsync(opened.fileno())
+            shutil.rmtree(final, ignore_errors=True)  # a trainer that has gone back sends a number again
+            partial.rename(final)
+            self._created = False
         found = sorted(self.directory.glob("version-*"), key=lambda one: one.stat().st_mtime_ns)
         for old in found[: -self._keep]:
             shutil.rmtree(old, ignore_errors=True)

@@ -393,6 +393,9 @@ class WeightReceiver(Closing):
 
     async def _here(self, found: _Round, rank: int, number: int) -> None:
         await self._news.until(lambda: found.done[rank] > number or bool(found.problem))
+        self._check(found)
+
+    def _check(self, found: _Round) -> None:
         if found.problem:
             raise ConnectionError(f"this receiver has given up: {found.problem}")
 
@@ -400,6 +403,7 @@ class WeightReceiver(Closing):
         self, found: _Round, rank: int, base: int | None, number: int, bucket: Bucket
     ) -> tuple[Message, torch.Tensor]:
         """The message and the bytes of a bucket that is here."""
+        self._check(found)  # again: the wait for a free bucket may have been long, and `staging` is another then
         offset, nbytes, pieces = found.layout.runs[rank][number]
         message: Message = {"at": offset, "nbytes": nbytes}
         if (rank, number) in found.changes and base == found.layout.holds:
