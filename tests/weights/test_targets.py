@@ -12,6 +12,7 @@ def fill(targets, checkpoint):
     """Writes what the targets want, as a receiver does."""
     for target in targets:
         for want, view in target.parts():
+            assert want.shape in (None, checkpoint[want.name].shape)
             view.copy_(checkpoint[want.name][tuple(slice(*run) for run in want.box)])
 
 
@@ -90,6 +91,21 @@ def test_rules_fill_a_fused_cut_and_padded_module(rank):
     assert torch.equal(engine.norm.weight, full["norm.weight"])
 
 
+def test_regions_are_of_tensors_of_known_shapes():
+    """Senders refuse those of others: a last rank with fewer rows, sizes or numbers of ranks that are not the real."""
+    last = nn.Module()
+    last.cut, last.fused = nn.Linear(4, 1), nn.Linear(4, 3, bias=False)
+    rules = {"cut.*": Cut(0), "fused.weight": Stack(Part("q", 8), Part("k", 4))}
+    targets = targets_for(last, rules, tp_rank=3, tp_size=4, names=lambda name: f"model.{name}")
+    wants = [want for target in targets for want, _ in target.parts()]
+    assert [(want.name, want.shape) for want in wants] == [
+        ("model.cut.weight", (4, 4)),
+        ("model.cut.bias", (4,)),
+        ("model.q.weight", (8, 4)),
+        ("model.k.weight", (4, 4)),
+    ]
+
+
 def test_names_are_renamed_or_left_out():
     module = nn.Sequential(nn.Linear(2, 2))
 
@@ -109,6 +125,7 @@ def test_names_are_renamed_or_left_out():
         (lambda one: Target("w", None, one.to("meta")), "w: its tensor is on the meta device"),
         (lambda one: Target("w", flat(0, 6), one), r"w: the region has shape \(6,\)"),
         (lambda _: targets_for(Engine(), {"*.qkv.weight": Cut(0)}), "match no parameter of Engine"),
+        (lambda _: targets_for(Engine(), {"embed.*": Cut(0, size=20)}, tp_size=2), "8 of 20 rows .* do not cover"),
         (lambda _: targets_for(Engine(), {"norm.weight": Stack(Part("a", 3))}), "have 3 rows on this rank, expected 4"),
         (lambda _: targets_for(Engine(), {"norm.weight": Stack(Part("a", 3))}, tp_size=2), "does not divide among 2"),
     ],

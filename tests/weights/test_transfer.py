@@ -178,16 +178,21 @@ def test_receivers_with_dtensors():
 def test_wants_that_nobody_has_are_refused_on_both_sides():
     address = free_address()
     bad = [Target("w", None, torch.zeros(3)), Target("x", None, torch.zeros(3))]
-    with WeightSender({"w": torch.zeros(3, dtype=torch.int64)}, address, timeout=20) as sender:
+    values = {"w": torch.zeros(3, dtype=torch.int64), "f": torch.zeros(3, dtype=torch.float8_e4m3fn)}
+    with WeightSender(values, address, dtype=torch.bfloat16, timeout=20) as sender:
         with WeightReceiver(address, bad, name="bad", timeout=20) as receiver:
             sending = sender.send(1, async_op=True)
             with pytest.raises(ValueError, match="x: no sender has this tensor"):
                 receiver.receive()
             assert "x: no sender" in sending.wait().failed["bad"]
-        with WeightReceiver(address, bad[:1], timeout=20) as receiver:
-            sender.send(2, async_op=True)
-            with pytest.raises(ValueError, match=r"w: sent as int64, its target is torch.float32; receive into"):
-                receiver.receive()
+        for one, sent in (
+            (bad[0], "w: sent as int64"),
+            (Target("f", None, torch.zeros(3)), "f: sent as float8_e4m3fn"),
+        ):
+            with WeightReceiver(address, [one], timeout=20) as receiver:
+                sender.send(2, async_op=True)
+                with pytest.raises(ValueError, match=f"{sent}, its target is torch.float32; receive into"):
+                    receiver.receive()
 
 
 class Adapted(nn.Module):
@@ -387,6 +392,30 @@ def test_versions_that_are_sent_without_waiting_do_not_mix():
             assert receiver.receive() == version
             assert all((one == version).all() for one in there.values())
         training.result()
+
+
+def test_a_directory_that_could_not_be_prepared(tmp_path):
+    """As when the disk is full: the next call prepares it anew, and the version before stays."""
+    load_file = pytest.importorskip("safetensors.torch").load_file
+    address, beside = free_address(), tmp_path / "config"
+    beside.mkdir()
+    values = {"w": torch.ones(3)}
+    with (
+        WeightSender(values, address, timeout=40) as sender,
+        DirectoryReceiver(address, tmp_path / "out", values, beside=beside, timeout=40) as receiver,
+    ):
+        for version in (1, 2):
+            if version == 2:
+                beside.rmdir()
+                with pytest.raises(FileNotFoundError):
+                    receiver.receive()
+                beside.mkdir()
+            values["w"].fill_(version)
+            sending = sender.send(version, async_op=True)
+            assert receiver.receive() == version and sending.wait().failed == {}
+        for version in (1, 2):
+            (file,) = receiver.path(version).glob("*.safetensors")
+            assert torch.equal(load_file(file)["w"], torch.full((3,), float(version)))
 
 
 def test_versions_in_directories(tmp_path):

@@ -31,11 +31,11 @@ class Held:
 
 @dataclass(frozen=True)
 class Wanted:
-    """A box of a tensor that a receiver wants; if `whole`, it must be the whole tensor."""
+    """A box of a tensor that a receiver wants; the tensor must have `shape`, if that is not None."""
 
     name: str
     box: Box
-    whole: bool
+    shape: tuple[int, ...] | None
 
 
 @dataclass(frozen=True)

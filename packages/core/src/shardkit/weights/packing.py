@@ -64,7 +64,8 @@ def describe(
                 Values(_box(offsets, sizes), view, factors.get(fqn))
                 for offsets, sizes, view in boxes_of((fqn,), tensor)
             ]
-            wire = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+            castable = tensor.is_floating_point() and tensor.itemsize > 1  # float8 means nothing without a scale
+            wire = dtype if dtype is not None and castable else tensor.dtype
             held.append(
                 Held(name, str(wire).removeprefix("torch."), tuple(tensor.shape), tuple(one.box for one in parts))
             )
@@ -83,7 +84,8 @@ def pack(pieces: Sequence[Piece], source: Source, bucket: torch.Tensor) -> None:
     offset = 0
     for piece in pieces:
         held = next(one for one in source[piece.name] if intersection(one.box, piece.box) == piece.box)
-        _in_bucket(bucket, offset, piece).copy_(held.of(piece.box), non_blocking=True)
+        # Into pinned memory nobody would wait for values of a GPU.
+        _in_bucket(bucket, offset, piece).copy_(held.of(piece.box), non_blocking=bucket.is_cuda)
         offset += piece.nbytes
 
 

@@ -133,10 +133,10 @@ def _mismatch(want: Wanted, tensor: _Tensor | None) -> str:
     """Why a tensor cannot be what is wanted; "" if it can."""
     if tensor is None:
         return f"{want.name}: no sender has this tensor"
-    sizes = tuple(stop for _, stop in want.box)
-    if want.whole and sizes != tensor.shape:
-        return f"{want.name}: wanted as a whole of shape {sizes}, its shape is {tensor.shape}"
-    if len(sizes) != len(tensor.shape) or any(stop > size for stop, size in zip(sizes, tensor.shape, strict=True)):
+    if want.shape is not None and want.shape != tensor.shape:
+        return f"{want.name}: wanted from a tensor of shape {want.shape}, its shape is {tensor.shape}"
+    stops = [stop for _, stop in want.box]
+    if len(stops) != len(tensor.shape) or any(stop > size for stop, size in zip(stops, tensor.shape, strict=True)):
         return f"{want.name}: wanted {_readable(want.box)}, which does not lie within its shape {tensor.shape}"
     return ""
 

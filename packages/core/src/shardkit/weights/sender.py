@@ -75,7 +75,8 @@ class WeightSender(Closing):
             parallelism; or a state dict. It is read at each `send`. Plain tensors count as replicas of all ranks.
         address: "tcp://host:port", a free port of the host of rank 0, which listens there; receivers have the same.
         names: from the name in the state dict to the name that receivers ask for, or to several; None leaves it out.
-        dtype: the dtype in which floating-point tensors are sent; None: each in its own. Receivers cast to theirs.
+        dtype: the dtype in which floating-point tensors are sent, but those of float8, which need a scale; None: each
+            in its own. Receivers cast to theirs.
         merge_adapters: the model has LoRA adapters of peft: send its weights as if those that are active were merged,
             by the names that they have without. Only the factors are gathered, when `send` is called.
         receivers: how many receivers must have joined before the first version is sent.

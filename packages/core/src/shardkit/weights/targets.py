@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 import torch
@@ -25,6 +25,7 @@ class Target:
         region: the indices of each dim, such as `(slice(0, 4), slice(None))`; None: the whole tensor. Where ranks hold
             several runs of a dim, a `shardkit.core` region. A slice without an end takes the size of `tensor`.
         tensor: the tensor or view to write into, of the shape of the region. It may have another floating dtype.
+        shape: that of the whole tensor in the checkpoint, for a check; None: any in which the region lies.
 
     Raises:
         ValueError: if the region is not of the shape of `tensor`, or `tensor` is on the meta device.
@@ -33,6 +34,7 @@ class Target:
     name: str
     region: Region | Sequence[slice] | None
     tensor: torch.Tensor
+    shape: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         shape = tuple(self.tensor.shape)
@@ -70,11 +72,12 @@ class Target:
         """The boxes of the checkpoint tensor that are wanted, each with the view that takes it."""
         tensor = self.tensor.detach()
         if not isinstance(self.region, Region):
-            yield Wanted(self.name, self._box(), self.region is None), tensor
+            shape = tuple(tensor.shape) if self.region is None else self.shape
+            yield Wanted(self.name, self._box(), shape), tensor
             return
         for in_full, in_piece in self.region.boxes():
             box = tuple((one.start, one.stop) for one in in_full)
-            yield Wanted(self.name, box, whole=False), tensor[in_piece].view([stop - start for start, stop in box])
+            yield Wanted(self.name, box, self.shape), tensor[in_piece].view([stop - start for start, stop in box])
 
 
 def targets_of(state: Mapping[str, torch.Tensor], names: Callable[[str], str | None] = str) -> list[Target]:
@@ -99,7 +102,7 @@ def targets_of(state: Mapping[str, torch.Tensor], names: Callable[[str], str | N
             continue
         for offsets, sizes, view in boxes_of((here,), tensor):
             region = [slice(start, start + size) for start, size in zip(offsets, sizes, strict=True)]
-            targets.append(Target(name, region, view))
+            targets.append(Target(name, region, view, tuple(tensor.shape)))
     return targets
 
 
@@ -196,8 +199,7 @@ def targets_for(
         raise ValueError(
             f"rules {sorted(unused)} match no parameter of {type(module).__name__}; remove or correct them"
         )
-    renamed = ((names(one.name), one) for one in found)
-    return [Target(name, one.region, one.tensor) for name, one in renamed if name is not None]
+    return [replace(one, name=renamed) for one in found if (renamed := names(one.name)) is not None]
 
 
 def _targets(rule: Rule | None, name: str, tensor: torch.Tensor, rank: int, size: int) -> Iterator[Target]:
@@ -205,19 +207,24 @@ def _targets(rule: Rule | None, name: str, tensor: torch.Tensor, rank: int, size
         for number, expert in enumerate(tensor):
             for one in _targets(rule.rule, rule.name or name, expert, rank, size):
                 full = one.name.replace("{parent}", _parent(name)).replace("{expert}", str(rule.first + number))
-                yield Target(full, one.region, one.tensor)
+                yield replace(one, name=full)
     elif isinstance(rule, Stack):
         yield from _stacked(rule, name, tensor, rank, size)
     elif rule is None or rule.dim >= tensor.ndim:
         yield Target(name, None, tensor)
     else:
         local = tensor.shape[rule.dim]
-        start, stop = rank * local, (rank + 1) * local
-        if rule.size is not None:
-            start, stop = min(start, rule.size), min(stop, rule.size)
-        region = [slice(0, one) for one in tensor.shape]
+        whole = local * size if rule.size is None else rule.size
+        if local * size < whole:
+            raise ValueError(
+                f"{name}: {local} of {whole} rows or columns on this rank, which {size} equal ranks do not cover; "
+                "correct the sizes, or give each rank a Target by hand"
+            )
+        start, stop = min(rank * local, whole), min((rank + 1) * local, whole)
+        shape = tuple(whole if dim == rule.dim else one for dim, one in enumerate(tensor.shape))
+        region = [slice(0, one) for one in shape]
         region[rule.dim] = slice(start, stop)
-        yield Target(name, region, tensor.narrow(rule.dim, 0, stop - start))
+        yield Target(name, region, tensor.narrow(rule.dim, 0, stop - start), shape)
 
 
 def _stacked(rule: Stack, name: str, tensor: torch.Tensor, rank: int, size: int) -> Iterator[Target]:
@@ -234,7 +241,7 @@ def _stacked(rule: Stack, name: str, tensor: torch.Tensor, rank: int, size: int)
         view = tensor.narrow(0, offset, min(rows, tensor.shape[0] - offset))
         offset += rows
         region = [slice(start, start + rows), *(slice(0, one) for one in tensor.shape[1:])]
-        yield Target(_named(part.name, name), region, view)
+        yield Target(_named(part.name, name), region, view, (part.size, *tensor.shape[1:]))
     if offset != tensor.shape[0]:
         raise ValueError(
             f"{name}: the parts of its rule have {offset} rows on this rank, expected {tensor.shape[0]} rows; "
