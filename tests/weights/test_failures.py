@@ -243,7 +243,7 @@ def interrupt(receiver: WeightReceiver) -> None:
 
 
 def test_a_receiver_that_gives_up_passes_on_nothing_more():
-    """A bucket that waits for memory when its receiver gives up would come from what it had before."""
+    """A bucket that waits for memory when its receiver gives up would come from the bytes that it had before."""
     address = free_address()
     with contextlib.ExitStack() as stack:
         threads = stack.enter_context(ThreadPoolExecutor())
