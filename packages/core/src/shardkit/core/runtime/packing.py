@@ -112,9 +112,10 @@ class Packing:
         """Copies the packed items of `wholes`, of any strides, to the rows of all ranks, cast; zeroes the padding."""
         if chunk_cat is not None and self._as_matrix(buffer):
             rows = buffer.view(self.world_size, -1)
-            if not buffer.is_cuda and self.row_numel < _SHORT * len(self.columns):
-                wholes = [whole.to(buffer.dtype) for whole in wholes]
-            chunk_cat([wholes[item] for item, _ in self.columns], 0, rows.shape[0], out=rows)
+            packed = [wholes[item] for item, _ in self.columns]
+            if buffer.device.type == "cpu" and self.row_numel < _SHORT * len(packed):
+                packed = [whole.to(buffer.dtype) for whole in packed]
+            chunk_cat(packed, 0, rows.shape[0], out=rows)
             return
         targets: list[torch.Tensor] = []
         chunks: list[torch.Tensor] = []
