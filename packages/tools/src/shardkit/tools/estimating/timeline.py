@@ -7,6 +7,7 @@ queue works behind its host, which only launches; communication runs on separate
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections import defaultdict
@@ -212,7 +213,7 @@ def replay(
     """
     lanes = _Lanes(machine)
     queued = machine.device != "cpu"
-    seconds_of: dict[Operator, float] = {}
+    seconds_of = functools.cache(costs.seconds)
     host = device = 0.0
     flops = 0
     exposed: dict[str, float] = defaultdict(float)
@@ -247,9 +248,7 @@ def replay(
                 host = device = max(host, device) + machine.operator_seconds + step.operator.bytes * each
                 note("compute", step.fqn, step.phase, before)
             elif not step.on_host:
-                seconds = seconds_of.get(step.operator)
-                if seconds is None:
-                    seconds = seconds_of[step.operator] = costs.seconds(step.operator)
+                seconds = seconds_of(step.operator)
                 flops += step.operator.flops if step.phase == "forward" else 0
                 host += machine.operator_seconds
                 device = max(device, host) + seconds if queued else device + machine.operator_seconds + seconds
