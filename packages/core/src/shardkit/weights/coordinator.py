@@ -65,10 +65,12 @@ class _Receiver:
     layout: int = 0  # that it has been told
     taken: int = 0  # the round whose version it has taken
     problem: str = ""  # why it misses the version
+    refuses: str = ""  # why it cannot take what its plan has
 
     @property
     def takes_part(self) -> bool:
-        return self.state == "ready" and self.layout == self.group.layout and not self.group.refused
+        fits = self.layout == self.group.layout and not (self.group.refused or self.refuses)
+        return fits and self.state == "ready"
 
 
 class Coordinator:
@@ -172,6 +174,8 @@ class Coordinator:
                 op, here = message["op"], message.get("round") == self._round
                 if op == "ready" and message["layout"] == receiver.layout:
                     receiver.state, receiver.base = "ready", message["base"]
+                elif op == "refuses" and message["layout"] == receiver.layout:
+                    receiver.refuses = str(message["reason"])
                 elif op == "staged" and here:
                     receiver.state = "staged"
                 elif op == "taken" and here:
@@ -217,7 +221,7 @@ class Coordinator:
         self._least = 0
         taking = [one for one in joined if one.takes_part]
         for one in joined:
-            absent = one.group.refused or f"it has not called receive() within {self._timeout:g} s"
+            absent = one.group.refused or one.refuses or f"it has not called receive() within {self._timeout:g} s"
             one.problem = "" if one in taking else absent
         wanted = {want.name for one in joined for want in one.group.wants}
         unused = sorted(set(self._provided.tensors) - wanted)
@@ -252,7 +256,7 @@ class Coordinator:
         return "; ".join(lost) + "; restart it, then send again"
 
     def _all_ready(self) -> bool:
-        ready = all(one.takes_part or one.group.refused for one in self._receivers.values())
+        ready = all(one.takes_part or one.group.refused or one.refuses for one in self._receivers.values())
         return (ready and len(self._receivers) >= self._least) or bool(self._lost)
 
     async def _transfer(self, taking: Sequence[_Receiver], version: int | None) -> str:
@@ -304,7 +308,7 @@ class Coordinator:
             for one in self._receivers.values():
                 if one.layout == one.group.layout:
                     continue
-                one.layout, one.state = one.group.layout, "joined"
+                one.layout, one.state, one.refuses = one.group.layout, "joined", ""
                 message: Message = {"op": "refused", "reason": one.group.refused}
                 if not one.group.refused:
                     senders = {rank: [places.get(rank), encode(pieces)] for rank, pieces in one.group.pieces.items()}

@@ -232,7 +232,9 @@ class WeightReceiver(Closing):
                 self._layout, self._free = _Layout(int(message["number"]), senders, runs), Buckets(bucket)
                 self._close_inlets(set())  # their pieces are others
                 self._refused = self._misfit()
-                if self._waiting and not self._refused:
+                if self._refused:
+                    await self._say({"op": "refuses", "layout": self._layout.number, "reason": self._refused})
+                elif self._waiting:
                     await self._ready()
             case "offered":
                 self._offered = True
@@ -265,7 +267,7 @@ class WeightReceiver(Closing):
 
     async def _ready(self) -> None:
         """Says that this receiver waits for a version."""
-        if (layout := self._layout) is None:
+        if (layout := self._layout) is None or self._refused:
             return
         if not self._in_place and layout.staging is None:
             sizes = {rank: sum(nbytes for _, nbytes, _ in runs) for rank, runs in layout.runs.items()}
