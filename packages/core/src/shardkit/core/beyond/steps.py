@@ -351,7 +351,7 @@ class OverlappedSteps(PlainSteps):
                 job = job_of(owner, twin.local.device)
                 state = dict.setdefault(optimizer.state, parameter, {})
                 if not self._has_stepped:
-                    twin.check_loaded(state)
+                    twin.cut_whole_state(optimizer, state)
                 job.state[twin.plain] = twin.lend_state(optimizer, state)
                 job.twins.append(twin)
                 job.params[number].append(twin.plain)

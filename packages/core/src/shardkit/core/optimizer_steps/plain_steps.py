@@ -43,10 +43,12 @@ from shardkit.core.optimizer_steps.block_steps import (
     join_parts,
     parts_of,
     scales_of_shards,
+    steps_by_block,
 )
 from shardkit.core.optimizer_steps.supported import lacks_state_somewhere, steps_on_empty
 from shardkit.core.parameters.adapters import user_attributes
 from shardkit.core.parameters.param import fqn_of
+from shardkit.core.parameters.region import region_of
 from shardkit.core.torch_compat import (
     hook_innermost,
     is_gathered_by_torch,
@@ -104,19 +106,25 @@ class Twin:
             )
         return local_of(gradient)
 
-    def check_loaded(self, state: dict[str, Any]) -> None:
-        """Raises RuntimeError for state of a whole parameter of which ranks hold parts; kernels may not notice."""
-        mesh, placements = self.parameter.device_mesh, self.parameter.placements
-        if all(one.is_replicate() or mesh.size(axis) == 1 for axis, one in enumerate(placements)):
-            return
-        for key, value in state.items():
+    def cut_whole_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        """Cuts state of the whole parameter to this rank's part: that of one process, or made before the first step.
+
+        Raises:
+            RuntimeError: for quantised state, whose scales belong to blocks of the whole; the message has the FQN.
+        """
+        for key, value in list(state.items()):
             plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and key not in NUMBERS
-            if plain and value.ndim and value.shape == self.parameter.shape:
+            if not plain or not value.ndim or value.shape != self.parameter.shape:
+                continue
+            if steps_by_block(optimizer):
                 raise RuntimeError(
-                    f"state '{key}' of parameter '{fqn_of(self.parameter)}' is a plain tensor of the whole, as of one "
-                    f"process, and its placements are {placements}. Load it from a checkpoint of CheckpointManager or "
-                    "torch.distributed.checkpoint, which know each rank's part"
+                    f"state '{key}' of parameter '{fqn_of(self.parameter)}' is that of the whole, as of one process, "
+                    f"and its placements are {self.parameter.placements}; quantised values and scales belong together. "
+                    "Load it from a checkpoint of CheckpointManager or torch.distributed.checkpoint"
                 )
+            part = region_of(key, self.parameter).take(value).reshape(self.local.shape)
+            part = part.to(self.local.device, copy=True, memory_format=torch.contiguous_format)
+            state[key] = like_dtensor(part, self.parameter)
 
     def lend_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """The same state with plain tensors."""
@@ -215,7 +223,7 @@ class PlainSteps:
         gradients = [twin.gradient() for twin in twins.values()]
         if id(optimizer.state) != self._state_left:  # bitsandbytes loads without hooks
             for twin in twins.values():
-                twin.check_loaded(optimizer.state.get(twin.parameter, {}))
+                twin.cut_whole_state(optimizer, optimizer.state.get(twin.parameter, {}))
         plain_state: _States = defaultdict(dict)
         for key, state in optimizer.state.items():
             if (found := twins.get(id(key))) is None:
