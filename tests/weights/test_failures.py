@@ -103,8 +103,8 @@ def test_a_sender_that_is_killed(shared, step, monkeypatch):
         with contextlib.suppress(ConnectionError, RuntimeError):
             for version in (1, 2):
                 set_to(values, version)
-                mine.send(version)
-                sent.append(version)
+                if mine.send(version).receivers:  # that the sender has ended may be seen at the receivers first
+                    sent.append(version)
         other.process.join(TIMEOUT)
         assert other.process.exitcode == -signal.SIGKILL
         stack.enter_context(Other(send_again, 1, address, shared=shared))

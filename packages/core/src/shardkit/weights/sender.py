@@ -147,8 +147,8 @@ class WeightSender(Closing):
             async_op: return a `Sending` to wait for.
 
         Raises:
-            ConnectionError: if another sender is lost; no receiver has the version then. Once it has been restarted,
-                a later call sends to all again.
+            ConnectionError: if another sender is lost; no receiver has the version then. If receivers see that first,
+                all of them are in `failed` of the report instead. Once it has restarted, a later call sends to all.
             RuntimeError: if the senders do not agree, or no receiver joins within the timeout.
             TimeoutError: if sender 0 does not answer.
             TypeError: for a value that is not a dense tensor.
