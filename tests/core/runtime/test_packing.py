@@ -55,7 +55,7 @@ def _check_filled(packing: Packing, given: Sequence[ChunkLayout], wholes: list[T
 def test_a_gradient_s_chunks_lie_in_the_rows_of_their_owners(
     given: list[ChunkLayout], dtype: torch.dtype, dense: bool
 ) -> None:
-    packing = pack(given, range(len(given)), [1] * len(given), aligned=False)
+    packing = pack(tuple(given), tuple(range(len(given))), (1,) * len(given), aligned=False)
     make = (lambda one, dtype, seed: whole(one.shape, dtype, seed)) if dense else _strided_whole
     wholes = [make(layout, dtype, seed) for seed, layout in enumerate(given)]
     if packing is None:
@@ -69,7 +69,7 @@ def test_a_gradient_s_chunks_lie_in_the_rows_of_their_owners(
 def test_what_all_ranks_write_comes_out_as_the_whole_tensors(given: list[ChunkLayout], mixed: bool) -> None:
     dtypes = [(F32, BF16, F64)[seed % 3] if mixed else BF16 for seed in range(len(given))]
     widths = [dtype.itemsize if mixed else 1 for dtype in dtypes]
-    packing = pack(given, range(len(given)), widths, aligned=mixed)
+    packing = pack(tuple(given), tuple(range(len(given))), tuple(widths), aligned=mixed)
     if packing is None:
         return
     wholes = [whole(one.shape, dtype, seed) for seed, (one, dtype) in enumerate(zip(given, dtypes, strict=True))]
@@ -94,7 +94,7 @@ def test_what_all_ranks_write_comes_out_as_the_whole_tensors(given: list[ChunkLa
 def test_torch_s_operators_and_strided_views_agree(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """On CUDA columns with padding go through torch's operators; they give the same rows and the same tensors."""
     given = [ChunkLayout(shape, 0, world_size) for shape in ((7, 3), (32,), (1, 2), (16, 2), (0, 4))]
-    packing = pack(given, range(len(given)), [1] * len(given), aligned=False)
+    packing = pack(tuple(given), tuple(range(len(given))), (1,) * len(given), aligned=False)
     assert packing is not None
     assert packing.columns
     assert packing.gaps

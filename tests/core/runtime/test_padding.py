@@ -22,10 +22,8 @@ class _Noting(C10dTransport):
         self.garbage = garbage
         self.sent: list[bytes] = []
 
-    def gather_buffer(self, numel: int, dtype: torch.dtype, label: str) -> torch.Tensor:
+    def buffer(self, numel: int, dtype: torch.dtype, label: str) -> torch.Tensor:
         return _fill(torch.empty(numel, dtype=dtype), self.garbage)
-
-    reduce_buffer = gather_buffer
 
     def all_gather(self, buffers: Sequence[torch.Tensor]) -> Sequence[dist.Work]:
         for buffer in buffers:

@@ -78,8 +78,6 @@ def test_a_gloo_group_is_asked_once_and_not_kept(rank: int, world_size: int) -> 
     del first
     gc.collect()
     assert gone() is None, "the cache must not keep transports, which keep groups"
-    with pytest.raises(ValueError, match=r"^layers\.0: .* 5 ranks, but the process group has 2"):
-        plan_gather([GatherItem("w", ChunkLayout((3,), 0, 5), F32)], transport_for(group, CPU), "layers.0", rank)
 
 
 @on_ranks(1, isolated=True)

@@ -16,7 +16,7 @@ from shardkit.core.runtime.compressed.transport import CompressedTransport
 from shardkit.core.runtime.lanes import Program, Reduction, hold, note_sources_read
 from shardkit.core.runtime.memory import RegisteredMemory
 from shardkit.core.runtime.packing import as_dtype, strided
-from shardkit.core.runtime.plan import GatherPlan, Mean, NetworkTransport, ReducePlan, Transport
+from shardkit.core.runtime.plan import GatherPlan, Mean, NetworkTransport, ReducePlan, Transport, reported
 from shardkit.core.runtime.storage import note_allocated, note_freed
 from shardkit.core.torch_compat import foreach_copy_, foreach_zero_
 
@@ -58,7 +58,7 @@ class C10dTransport(NetworkTransport):
     def gather(self, plan: GatherPlan, sources: Sequence[torch.Tensor], flats: Sequence[torch.Tensor]) -> Program:
         packed = None
         if plan.packing is not None:
-            packed = self.gather_buffer(plan.packing.numel, plan.packed_dtype, plan.label)
+            packed = self.buffer(plan.packing.numel, plan.packed_dtype, plan.label)
             note_allocated(packed, plan.label, "packed")
         return self._gather(plan, sources, flats, packed)
 
@@ -75,7 +75,7 @@ class C10dTransport(NetworkTransport):
             buffers.append(packed)
         _write_own_chunks(plan, sources, flats, packed)
         note_sources_read()
-        with plan.reported(launched):
+        with reported(plan, launched):
             try:
                 if buffers:
                     yield self.all_gather(buffers)
@@ -86,7 +86,7 @@ class C10dTransport(NetworkTransport):
                 if packed is not None:
                     note_freed(packed, plan.label, "packed")
 
-    def all_gather(self, buffers: Sequence[torch.Tensor]) -> Sequence[dist.Work]:
+    def all_gather(self, buffers: Sequence[torch.Tensor]) -> Sequence[dist.Work | None]:
         outputs = list(buffers)
         dtypes = {output.dtype for output in outputs}
         if len(dtypes) > 1 or not dtypes <= PLAIN_DTYPES:
@@ -94,25 +94,25 @@ class C10dTransport(NetworkTransport):
         chunks = [output.numel() // self.world_size for output in outputs]
         inputs = [output.narrow(0, self.rank * chunk, chunk) for output, chunk in zip(outputs, chunks, strict=True)]
         if len(inputs) == 1:
-            return _works(torch_compat.all_gather_flat(outputs[0], inputs[0], group=self.group, async_op=self._async))
+            return (torch_compat.all_gather_flat(outputs[0], inputs[0], group=self.group, async_op=self._async),)
         self._require_direct(len(inputs))
-        return _works(torch_compat.all_gather_coalesced(self.group, outputs, inputs, self._async))
+        return (torch_compat.all_gather_coalesced(self.group, outputs, inputs, self._async),)
 
     def exchange(
         self, outgoing: torch.Tensor, sent: Sequence[int], incoming: torch.Tensor, received: Sequence[int]
-    ) -> Sequence[dist.Work]:
+    ) -> Sequence[dist.Work | None]:
         sizes = list(received), list(sent)
-        return _works(dist.all_to_all_single(incoming, outgoing, *sizes, group=self.group, async_op=self._async))
+        return (dist.all_to_all_single(incoming, outgoing, *sizes, group=self.group, async_op=self._async),)
 
     def reduce_scatter(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], op: Any
-    ) -> Sequence[dist.Work]:
+    ) -> Sequence[dist.Work | None]:
         """Reduces each 1-D input (world_size rows) over the ranks and writes this rank's row to the 1-D output."""
         if len(inputs) == 1:
             call = torch_compat.reduce_scatter_flat
-            return _works(call(outputs[0], inputs[0], op=op, group=self.group, async_op=self._async))
+            return (call(outputs[0], inputs[0], op=op, group=self.group, async_op=self._async),)
         self._require_direct(len(inputs))
-        return _works(torch_compat.reduce_scatter_coalesced(self.group, list(outputs), list(inputs), op, self._async))
+        return (torch_compat.reduce_scatter_coalesced(self.group, list(outputs), list(inputs), op, self._async),)
 
     def _require_direct(self, count: int) -> None:
         if not self.direct:
@@ -136,7 +136,7 @@ class C10dTransport(NetworkTransport):
         if packed is not None and mean.before is not None:
             packed.div_(mean.before)
         sizes = [row.numel() // self.world_size for row in inputs]
-        with plan.reported(launched):
+        with reported(plan, launched):
             try:
                 if inputs:
                     yield self.reduce_scatter(list(output.split_with_sizes(sizes)), inputs, mean.op)
@@ -158,10 +158,6 @@ def has_average(group: dist.ProcessGroup, device: torch.device) -> bool:
     return backend is not None and backend.name().startswith("nccl")
 
 
-def _works(work: dist.Work | None) -> Sequence[dist.Work]:
-    return () if work is None else (work,)
-
-
 def _write_own_chunks(
     plan: GatherPlan, sources: Sequence[torch.Tensor], flats: Sequence[torch.Tensor], packed: torch.Tensor | None
 ) -> None:
@@ -177,10 +173,9 @@ def _write_own_chunks(
             chunks.append(sources[item])
     if targets:
         foreach_copy_(targets, chunks, non_blocking=True)
-    in_slots, in_row = plan.own_padding
-    padding = [flats[i].narrow(0, start, numel) for i, start, numel in in_slots]
+    padding = [flats[i].narrow(0, start, numel) for i, start, numel in plan.slot_padding]
     if packed is not None:
-        padding += [packed.narrow(0, start, numel) for start, numel in in_row]
+        padding += [packed.narrow(0, start, numel) for start, numel in plan.row_padding]
     if padding:
         foreach_zero_(padding)
 
@@ -226,7 +221,7 @@ def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, op: Any, label: s
         events.emit(events.AllReduceStarted(*described, transport="c10d"))
     # As in `C10dTransport`: on a stream lane a blocking call only orders work on this stream.
     asynchronous = tensor.device.type == "cpu"
-    yield _works(dist.all_reduce(tensor, dist.ReduceOp.SUM if divides else op, group, async_op=asynchronous))
+    yield (dist.all_reduce(tensor, dist.ReduceOp.SUM if divides else op, group, async_op=asynchronous),)
     if divides:
         tensor.div_(world)
     if events.hub.active:

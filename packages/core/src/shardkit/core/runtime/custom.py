@@ -32,31 +32,24 @@ class CustomTransport(C10dTransport):
         self._gathering = all_gather
         self._reducing = reduce_scatter
 
-    def all_gather(self, buffers: Sequence[torch.Tensor]) -> Sequence[dist.Work]:
+    def all_gather(self, buffers: Sequence[torch.Tensor]) -> Sequence[dist.Work | None]:
         (buffer,) = buffers
         chunk = buffer.numel() // self.world_size
         own = buffer.narrow(0, self.rank * chunk, chunk)
         assert self._gathering is not None
         work = self._gathering(output_tensor=buffer, input_tensor=own, group=self.group, async_op=self._async)
-        return () if work is None else (work,)
+        return (work,)
 
     def reduce_scatter(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], op: Any
-    ) -> Sequence[dist.Work]:
+    ) -> Sequence[dist.Work | None]:
         (output,), (full,) = outputs, inputs
         assert self._reducing is not None
         work = self._reducing(output_tensor=output, input_tensor=full, group=self.group, op=op, async_op=self._async)
-        return () if work is None else (work,)
+        return (work,)
 
-    def gather_buffer(self, numel: int, dtype: torch.dtype, label: str) -> torch.Tensor:
-        return self._allocated(self._gathering, numel, dtype, label)
-
-    def reduce_buffer(self, numel: int, dtype: torch.dtype, label: str) -> torch.Tensor:
-        return self._allocated(self._reducing, numel, dtype, label)
-
-    def _allocated(
-        self, comm: AllGather | ReduceScatter | None, numel: int, dtype: torch.dtype, label: str
-    ) -> torch.Tensor:
+    def buffer(self, numel: int, dtype: torch.dtype, label: str) -> torch.Tensor:
+        comm = self._gathering or self._reducing
         assert comm is not None, label
         buffer = comm.allocate((numel,), dtype=dtype, device=self.device)
         who = f"{label}: {type(comm).__name__}.allocate"

@@ -43,11 +43,12 @@ class Waitable(Protocol):
         """Return when it is done; raise if it failed."""
 
 
-Program: TypeAlias = Generator[Sequence[Waitable], None, None]
-"""Launches communication, yields the works it waits on, continues with local work once they are done, may launch and
-yield again, then returns. Programs compose with `yield from`. Lanes run them without autograd."""
+Program: TypeAlias = Generator[Sequence[Waitable | None], None, None]
+"""Launches communication, yields the works it waits on (None of a call that has ended), continues with local work once
+they are done, may launch and yield again, then returns. Programs compose with `yield from`. Lanes run them without
+autograd."""
 
-Reduction: TypeAlias = Generator[Sequence[Waitable], None, torch.Tensor]
+Reduction: TypeAlias = Generator[Sequence[Waitable | None], None, torch.Tensor]
 """A program that returns its output, which it has allocated on its lane."""
 
 
@@ -110,14 +111,12 @@ class Ticket(Protocol):
     Attributes:
         done: whether it was waited for.
         finished: an event at its end; None on CPU.
+        has_stages: whether `wait_for_stage` has more to do. On CPU until the end, because waiting drives the program.
     """
 
     done: bool
     finished: Any
-
-    @property
-    def has_stages(self) -> bool:
-        """Whether `wait_for_stage` has more to do. On CPU until the end, because waiting drives the program."""
+    has_stages: bool
 
     def wait_for_stage(self) -> None:
         """CPU: wait for the pending works and run the program to its next yield or its end.
@@ -227,21 +226,18 @@ class CpuTicket:
 
     def __init__(self, program: Program, label: str, name: str, keep_alive: Sequence[torch.Tensor]) -> None:
         self.done = False
+        self.has_stages = True
         self.finished: Any = None
         self._program: Program | None = program
         self._label = label
         self._name = name
         self._keep_alive = keep_alive
-        self._pending: Sequence[Waitable] = ()
+        self._pending: Sequence[Waitable | None] = ()
         try:
             self._resume(f"launching {name}")
         except RuntimeError:
             with events.Waiting(label, name):  # for listeners: a peer has ended before it was waited for
                 raise
-
-    @property
-    def has_stages(self) -> bool:
-        return not self.done
 
     def wait_for_stage(self) -> None:
         if self.done:
@@ -249,7 +245,8 @@ class CpuTicket:
         with events.Waiting(self._label, self._name) if events.hub.active else _UNHEARD as waiting:
             try:
                 for work in self._pending:
-                    work.wait()
+                    if work is not None:
+                        work.wait()
             except Exception as error:
                 # A failed work makes its siblings fail, but they may still point to memory that the caller frees next.
                 doing = f"{self._name} (waiting for its peers, {len(self._pending)} transfers)"
@@ -270,7 +267,7 @@ class CpuTicket:
     def abandon(self) -> None:
         if self.done:
             return
-        for work in self._pending:
+        for work in filter(None, self._pending):
             with contextlib.suppress(Exception):
                 work.wait()
         program = self._program
@@ -296,7 +293,7 @@ class CpuTicket:
             set_grad_enabled(graphed)
 
     def _finish(self) -> None:
-        self.done = True
+        self.done, self.has_stages = True, False
         self._program = None
         self._pending = ()
         self._keep_alive = ()
@@ -387,7 +384,8 @@ class StreamLane:
                 if works is NEXT_STAGE:
                     return False
                 for work in works:
-                    work.wait()
+                    if work is not None:
+                        work.wait()
         return True
 
     def outlast(self) -> None:
@@ -455,25 +453,21 @@ class StreamTicket:
         self._label = label
         self.finished: Any = stages[-1].finished
         self._stages = stages
-        self._has_inputs = True
+        self.has_stages = True
         self._captured = lane.is_captured()
-
-    @property
-    def has_stages(self) -> bool:
-        return self._has_inputs
 
     def wait_for_stage(self) -> None:
         """Makes the current stream wait for the first stage, and drops the tensors that the program was given to read.
 
         A second stage is left to `wait`: its results are not needed earlier.
         """
-        if self._has_inputs and len(self._stages) > 1:
+        if self.has_stages and len(self._stages) > 1:
             stage = self._stages.pop(0)
             self._lane.make_current_wait(self._label, stage.finished)
             self._return_inputs(stage)
-        elif self._has_inputs:
+        elif self.has_stages:
             self.wait()
-        self._has_inputs = False
+        self.has_stages = False
 
     def wait(self) -> None:
         """Makes the current stream wait for the whole program. Every stream that reads its results must call this.

@@ -167,21 +167,15 @@ def as_dtype(buffer: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return buffer if buffer.dtype == dtype else buffer.view(dtype)
 
 
+@functools.lru_cache(maxsize=64)
 def pack(
-    layouts: Sequence[ChunkLayout], items: Sequence[int], widths: Sequence[int], *, aligned: bool
+    layouts: tuple[ChunkLayout, ...], items: tuple[int, ...], widths: tuple[int, ...], *, aligned: bool
 ) -> Packing | None:
     """The packing of `items` (indices into `layouts`), or None when they have no elements.
 
     `widths[i]` is the number of buffer elements in one element of item `i` (its bytes, in a byte buffer). `aligned`
     starts every piece at a multiple of 16. Equal groups, such as a model's layers, share one object.
     """
-    return _pack(tuple(layouts), tuple(items), tuple(widths), aligned)
-
-
-@functools.lru_cache(maxsize=64)
-def _pack(
-    layouts: tuple[ChunkLayout, ...], items: tuple[int, ...], widths: tuple[int, ...], aligned: bool
-) -> Packing | None:
     filled = [item for item in items if layouts[item].numel]
     if not filled:
         return None

@@ -130,13 +130,8 @@ class Transport(ABC):
         """Memory that is allocated inside is registered with the network, if the user asked for that."""
         return contextlib.nullcontext()
 
-    def gather_buffer(self, numel: int, dtype: torch.dtype, label: str) -> torch.Tensor:
-        """A 1-D buffer for the packed items of a gather."""
-        with self.registered_memory():
-            return torch.empty(numel, dtype=dtype, device=self.device)
-
-    def reduce_buffer(self, numel: int, dtype: torch.dtype, label: str) -> torch.Tensor:
-        """A 1-D buffer for the packed gradients of a reduction, or for its output."""
+    def buffer(self, numel: int, dtype: torch.dtype, label: str) -> torch.Tensor:
+        """A 1-D buffer for packed items or gradients, or for the output of a reduction."""
         with self.registered_memory():
             return torch.empty(numel, dtype=dtype, device=self.device)
 
@@ -170,13 +165,13 @@ class NetworkTransport(Transport):
     """A transport whose bytes cross a network, in flat buffers with a slot of one size for each rank."""
 
     @abstractmethod
-    def all_gather(self, buffers: Sequence[torch.Tensor]) -> Sequence[dist.Work]:
+    def all_gather(self, buffers: Sequence[torch.Tensor]) -> Sequence[dist.Work | None]:
         """Fills every rank's slot of each 1-D buffer from that rank's own slot, in place (collective)."""
 
     @abstractmethod
     def exchange(
         self, outgoing: torch.Tensor, sent: Sequence[int], incoming: torch.Tensor, received: Sequence[int]
-    ) -> Sequence[dist.Work]:
+    ) -> Sequence[dist.Work | None]:
         """Sends part `r` of `outgoing` to each rank `r`, and receives part `r` of `incoming` from there (collective).
 
         Both are 1-D tensors of bytes; `sent` and `received` are the sizes of the parts. Those of this rank are empty.
@@ -189,6 +184,10 @@ class GatherPlan:
 
     `direct` holds indices of items that are gathered in place; `packing` is the packed buffer for the others, of dtype
     `packed_dtype`. `dtype` is the items' common dtype, or `torch.uint8` if they differ.
+
+    `own_slots` are (item, start, numel, shape) of this rank's non-empty chunk in the flat tensor of each direct item,
+    `own_row` the places of its chunks in the packed buffer. No chunk fills `slot_padding`, (item, start, numel), and
+    `row_padding`, (start, numel) in the packed buffer.
     """
 
     items: tuple[GatherItem, ...]
@@ -199,34 +198,15 @@ class GatherPlan:
     packing: Packing | None
     packed_dtype: torch.dtype
     dtype: torch.dtype
+    own_slots: tuple[tuple[int, int, int, tuple[int, ...]], ...]
+    own_row: tuple[Place, ...]
+    slot_padding: tuple[tuple[int, int, int], ...]
+    row_padding: tuple[tuple[int, int], ...]
 
     @cached_property
     def fqns(self) -> tuple[str, ...]:
         """The items' FQNs."""
         return tuple(item.fqn for item in self.items)
-
-    @cached_property
-    def own_slots(self) -> tuple[tuple[int, int, int, tuple[int, ...]], ...]:
-        """(item, start, numel, shape) of this rank's non-empty chunk in the flat tensor of each direct item."""
-        layouts = [(i, self.items[i].layout) for i in self.direct]
-        return tuple(
-            (i, self.rank * layout.padded_local_numel, layout.local_numel(self.rank), layout.local_shape(self.rank))
-            for i, layout in layouts
-            if layout.local_numel(self.rank)
-        )
-
-    @cached_property
-    def own_row(self) -> tuple[Place, ...]:
-        """Where this rank's chunks lie in the packed buffer."""
-        return () if self.packing is None else self.packing.row(self.rank)
-
-    @cached_property
-    def own_padding(self) -> tuple[tuple[tuple[int, int, int], ...], tuple[tuple[int, int], ...]]:
-        """Parts that no chunk of this rank fills: (item, start, numel) in slots, (start, numel) in the packed row."""
-        layouts = [(i, self.items[i].layout) for i in self.direct]
-        filled = [(i, layout.padded_local_numel, layout.local_numel(self.rank)) for i, layout in layouts]
-        slots = tuple((i, self.rank * slot + numel, slot - numel) for i, slot, numel in filled if numel < slot)
-        return slots, () if self.packing is None else self.packing.row_gaps(self.rank)
 
     @cached_property
     def nbytes(self) -> int:
@@ -258,18 +238,6 @@ class GatherPlan:
         packed = sum(self.items[i].layout.numel * self.items[i].dtype.itemsize for i in self.packing.items)
         return sum(behind) + self.packing.numel * self.packed_dtype.itemsize - packed
 
-    def reported(
-        self, launched: float, wire_nbytes: int | None = None, dtype: torch.dtype | None = None
-    ) -> contextlib.AbstractContextManager[None]:
-        """Reports the gather in the block as events: its start and, unless it raises, its end.
-
-        `launched` is when its program began. Compressed data overrides `wire_nbytes` and `dtype`.
-        """
-        if not events.hub.active:
-            return _UNHEARD
-        kinds = events.GatherStarted, events.GatherFinished
-        return _reported(self, kinds, launched, wire_nbytes, dtype or self.dtype)
-
 
 @dataclass(frozen=True, eq=False)
 class ReducePlan:
@@ -278,8 +246,9 @@ class ReducePlan:
     `direct` holds indices of gradients whose rows are sent to their owners in place; `packing` is the packed buffer for
     the others. Gradients have `grad_dtype`, are sent in `wire_dtype` and summed in `reduce_dtype`.
 
-    The output is one flat tensor of `output_numel` elements: this rank's chunks of the direct items, then its row of
-    the packed ones. `places[i]` is (index in `output_sizes`, shape) of item `i`'s chunk.
+    The output is one flat tensor of `output_numel` elements, with the padding that a collective needs: this rank's
+    chunks of the direct items, then its row of the packed ones. `places[i]` is (index in `output_sizes`, shape) of item
+    `i`'s chunk. `direct_nbytes` are the bytes of the gradients that are sent in place.
 
     `members` are the items' places in their group. Ranks compare them to check that they reduce the same parameters,
     whose names may differ.
@@ -297,6 +266,8 @@ class ReducePlan:
     output_sizes: tuple[int, ...]
     places: tuple[tuple[int, tuple[int, ...]], ...]
     members: tuple[int, ...]
+    output_numel: int
+    direct_nbytes: int
 
     @cached_property
     def fqns(self) -> tuple[str, ...]:
@@ -323,19 +294,9 @@ class ReducePlan:
         return tuple(map(sum, self.piece_sizes))
 
     @cached_property
-    def output_numel(self) -> int:
-        """Elements of the output, including the padding that a collective needs."""
-        return sum(self.output_sizes)
-
-    @cached_property
     def nbytes(self) -> int:
         """Bytes of the full gradients in `grad_dtype`."""
         return sum(item.layout.numel for item in self.items) * self.grad_dtype.itemsize
-
-    @cached_property
-    def direct_nbytes(self) -> int:
-        """Bytes of the gradients that are sent in place."""
-        return sum(self.items[i].layout.numel for i in self.direct) * self.grad_dtype.itemsize
 
     @cached_property
     def wire_nbytes(self) -> int:
@@ -361,7 +322,7 @@ class ReducePlan:
 
     def allocate_output(self) -> torch.Tensor:
         """A 1-D output of `output_numel` elements from the transport's allocator; the contents are undefined."""
-        output = self.transport.reduce_buffer(self.output_numel, self.reduce_dtype, self.label)
+        output = self.transport.buffer(self.output_numel, self.reduce_dtype, self.label)
         note_allocated(output, self.label, "reduce_output")
         return output
 
@@ -369,35 +330,34 @@ class ReducePlan:
         """The packed buffer, filled; None if all gradients are sent in place."""
         if self.packing is None:
             return None
-        packed = self.transport.reduce_buffer(self.packing.numel, self.wire_dtype, self.label)
+        packed = self.transport.buffer(self.packing.numel, self.wire_dtype, self.label)
         note_allocated(packed, self.label, "packed")
         self.packing.fill(packed, grads)
         return packed
 
-    def reported(
-        self, launched: float, wire_nbytes: int | None = None, dtype: torch.dtype | None = None
-    ) -> contextlib.AbstractContextManager[None]:
-        """Reports the reduction in the block as events: its start and, unless it raises, its end.
 
-        `launched` is when its program began. Compressed data overrides `wire_nbytes` and `dtype`.
-        """
-        if not events.hub.active:
-            return _UNHEARD
-        kinds = events.ReduceStarted, events.ReduceFinished
-        return _reported(self, kinds, launched, wire_nbytes, dtype or self.wire_dtype)
+def reported(
+    plan: GatherPlan | ReducePlan, launched: float, wire_nbytes: int | None = None, dtype: torch.dtype | None = None
+) -> contextlib.AbstractContextManager[None]:
+    """Reports the gather or reduction in the block as events: its start and, unless it raises, its end.
+
+    `launched` is when its program began. Compressed data overrides `wire_nbytes` and `dtype`.
+    """
+    return _reported(plan, launched, wire_nbytes, dtype) if events.hub.active else _UNHEARD
 
 
 @contextlib.contextmanager
 def _reported(
-    plan: GatherPlan | ReducePlan,
-    kinds: tuple[Callable[..., events.Event], Callable[..., events.Event]],
-    launched: float,
-    wire_nbytes: int | None,
-    dtype: torch.dtype,
+    plan: GatherPlan | ReducePlan, launched: float, wire_nbytes: int | None, dtype: torch.dtype | None
 ) -> Iterator[None]:
-    started, finished = kinds
+    started: Callable[..., events.Event]
+    finished: Callable[..., events.Event]
+    if isinstance(plan, GatherPlan):
+        started, finished, sent = events.GatherStarted, events.GatherFinished, plan.dtype
+    else:
+        started, finished, sent = events.ReduceStarted, events.ReduceFinished, plan.wire_dtype
     wire = plan.wire_nbytes if wire_nbytes is None else wire_nbytes
-    described = (plan.label, plan.fqns, plan.nbytes, wire, dtype, plan.transport.group)
+    described = (plan.label, plan.fqns, plan.nbytes, wire, dtype or sent, plan.transport.group)
     padding, name = plan.padding_nbytes, plan.transport.name
     events.emit(started(*described, padding_bytes=padding, transport=name))
     yield
@@ -408,25 +368,31 @@ def _reported(
 def plan_gather(items: Sequence[GatherItem], transport: Transport, label: str, rank: int) -> GatherPlan:
     """Plans the gather of `items`. Not collective, but every rank must plan the same items."""
     transport = transport.for_gather(items)
-    layouts = [item.layout for item in items]
-    _check_world(layouts, transport, label)
-    goes_direct = [_goes_direct(item.layout, item.dtype.itemsize, transport) for item in items]
-    direct, packed = _parted(goes_direct)
+    layouts = tuple(item.layout for item in items)
+    direct = tuple(i for i, item in enumerate(items) if _goes_direct(item.layout, item.dtype.itemsize, transport))
+    packed = tuple(sorted({*range(len(items))} - {*direct}))
     packed_dtypes = {items[i].dtype for i in packed}
     mixed = len(packed_dtypes) > 1
     packed_dtype = packed_dtypes.pop() if len(packed_dtypes) == 1 else torch.uint8
-    widths = [item.dtype.itemsize if mixed else 1 for item in items]
+    widths = tuple(item.dtype.itemsize if mixed else 1 for item in items)
     dtypes = {item.dtype for item in items}
     packing = pack(layouts, packed, widths, aligned=mixed) if packed else None
+    slots = [(i, rank * layouts[i].padded_local_numel, layouts[i].local_shape(rank)) for i in direct]
+    filled = [(i, start, math.prod(shape), shape) for i, start, shape in slots]
+    room = [(i, start + numel, layouts[i].padded_local_numel - numel) for i, start, numel, _ in filled]
     return GatherPlan(
         items=tuple(items),
         transport=transport,
         label=label,
         rank=rank,
-        direct=tuple(direct),
+        direct=direct,
         packing=packing,
         packed_dtype=packed_dtype,
         dtype=dtypes.pop() if len(dtypes) == 1 else torch.uint8,
+        own_slots=tuple(slot for slot in filled if slot[2]),
+        own_row=() if packing is None else packing.row(rank),
+        slot_padding=tuple(gap for gap in room if gap[2] > 0),
+        row_padding=() if packing is None else packing.row_gaps(rank),
     )
 
 
@@ -444,12 +410,12 @@ def plan_reduce(
     `members` are their places in their group; None if they are the whole group.
     """
     transport = transport.for_reduction(items, _wire_dtype(transport, grad_dtype, reduce_dtype), reduce_dtype)
-    layouts = [item.layout for item in items]
-    _check_world(layouts, transport, label)
+    layouts = tuple(item.layout for item in items)
     wire_dtype = _wire_dtype(transport, grad_dtype, reduce_dtype)
     as_is = grad_dtype == wire_dtype
-    direct, packed = _parted([_reduces_direct(layout, wire_dtype, as_is, transport) for layout in layouts])
-    packing = pack(layouts, packed, [1] * len(items), aligned=False) if packed else None
+    direct = tuple(i for i, layout in enumerate(layouts) if _reduces_direct(layout, wire_dtype, as_is, transport))
+    packed = tuple(sorted({*range(len(items))} - {*direct}))
+    packing = pack(layouts, packed, (1,) * len(items), aligned=False) if packed else None
     sizes, places = _output_order(layouts, direct, packed, packing, rank, padded=transport.collective)
     return ReducePlan(
         items=tuple(items),
@@ -459,11 +425,13 @@ def plan_reduce(
         grad_dtype=grad_dtype,
         wire_dtype=wire_dtype,
         reduce_dtype=reduce_dtype,
-        direct=tuple(direct),
+        direct=direct,
         packing=packing,
         output_sizes=sizes,
         places=places,
         members=tuple(range(len(items)) if members is None else members),
+        output_numel=sum(sizes),
+        direct_nbytes=sum(layouts[i].numel for i in direct) * grad_dtype.itemsize,
     )
 
 
@@ -475,20 +443,6 @@ def _wire_dtype(transport: Transport, grad_dtype: torch.dtype, reduce_dtype: tor
     wire.
     """
     return grad_dtype if not transport.collective and grad_dtype.itemsize < reduce_dtype.itemsize else reduce_dtype
-
-
-def _parted(direct: Sequence[bool]) -> tuple[list[int], list[int]]:
-    """The indices of the items that go direct, and of the others."""
-    return [i for i, one in enumerate(direct) if one], [i for i, one in enumerate(direct) if not one]
-
-
-def _check_world(layouts: Sequence[ChunkLayout], transport: Transport, label: str) -> None:
-    for layout in layouts:
-        if layout.world_size != transport.world_size:
-            raise ValueError(
-                f"{label}: a layout of shape {layout.shape} is cut for {layout.world_size} ranks, "
-                f"but the process group has {transport.world_size}; pass the group that it is cut for"
-            )
 
 
 def _goes_direct(layout: ChunkLayout, itemsize: int, transport: Transport) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -38,6 +38,14 @@ class ChunkLayout:
 
     All values are computed in closed form: a layout takes the same memory for 8 ranks and for 8,000.
 
+    Attributes:
+        numel: elements of the whole tensor.
+        chunk: indices of the dim that a full rank holds.
+        padded_local_shape, padded_local_numel: a full rank's chunk; every rank's chunk when padded.
+        padded_numel: elements of all ranks' padded chunks together.
+        flat_numel: elements of the flat tensor under an unsharded one.
+        has_equal_slots: whether that is one padded slot for each rank, so that a collective can gather into it.
+
     Raises `ValueError` for a shape without dims, a negative size, a dim out of range, a world size or unit below one,
     or an owner that is not one of the ranks.
     """
@@ -47,6 +55,13 @@ class ChunkLayout:
     world_size: int
     unit: int = 1
     owner: int | None = None
+    numel: int = field(init=False, compare=False)
+    chunk: int = field(init=False, compare=False)
+    padded_local_shape: tuple[int, ...] = field(init=False, compare=False)
+    padded_local_numel: int = field(init=False, compare=False)
+    padded_numel: int = field(init=False, compare=False)
+    flat_numel: int = field(init=False, compare=False)
+    has_equal_slots: bool = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         if not self.shape:
@@ -66,47 +81,24 @@ class ChunkLayout:
                 f"rank {self.owner} cannot own a tensor of shape {self.shape}: expected a rank in "
                 f"[0, {self.world_size - 1}]"
             )
-
-    @cached_property
-    def numel(self) -> int:
-        """Elements of the whole tensor."""
-        return math.prod(self.shape)
-
-    @cached_property
-    def chunk(self) -> int:
-        """Indices of the dim that a full rank holds: `ceil(shape[dim] / world_size)`, up to a multiple of `unit`."""
-        size = self.shape[self.dim]
-        if self.owner is not None:
-            return size
-        return -(-size // (self.world_size * self.unit)) * self.unit
-
-    @cached_property
-    def padded_local_shape(self) -> tuple[int, ...]:
-        """Shape of a full rank's chunk; the shape of every rank's chunk when padded."""
-        return self._with_length(self.chunk)
-
-    @cached_property
-    def padded_local_numel(self) -> int:
-        """Elements of a full rank's chunk."""
-        return math.prod(self.padded_local_shape)
-
-    @cached_property
-    def flat_numel(self) -> int:
-        """Elements of the flat tensor under an unsharded one."""
+        size, numel = self.shape[self.dim], math.prod(self.shape)
+        chunk = size if self.owner is not None else -(-size // (self.world_size * self.unit)) * self.unit
+        shape = self._with_length(chunk)
+        padded = self.world_size * math.prod(shape)
         if self.dim == 0 and self.unit == 1 and self.owner is None:
-            return self.padded_numel
-        # A multiple of the world size, so that a smaller group, which divides it, can cut it evenly.
-        return -(-self.numel // self.world_size) * self.world_size
-
-    @cached_property
-    def padded_numel(self) -> int:
-        """Elements of all ranks' padded chunks together: `world_size * padded_local_numel`."""
-        return self.world_size * self.padded_local_numel
-
-    @cached_property
-    def has_equal_slots(self) -> bool:
-        """Whether the flat tensor is one padded slot for each rank, so that a collective can gather into it."""
-        return self.dim == 0 and self.flat_numel == self.padded_numel
+            flat = padded
+        else:  # a multiple of the world size, so that a smaller group, which divides it, can cut it evenly
+            flat = -(-numel // self.world_size) * self.world_size
+        # The instance is frozen; these are decided once.
+        vars(self).update(
+            numel=numel,
+            chunk=chunk,
+            padded_local_shape=shape,
+            padded_local_numel=math.prod(shape),
+            padded_numel=padded,
+            flat_numel=flat,
+            has_equal_slots=self.dim == 0 and flat == padded,
+        )
 
     @cached_property
     def runs(self) -> tuple[Run, ...]:

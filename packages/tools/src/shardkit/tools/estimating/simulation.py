@@ -20,7 +20,7 @@ from shardkit.core import CompressionPolicy
 from shardkit.core.runtime.choice import stand_ins
 from shardkit.core.runtime.compressed.transport import CompressedTransport
 from shardkit.core.runtime.lanes import Program, Reduction
-from shardkit.core.runtime.plan import GatherPlan, Mean, NetworkTransport, ReducePlan, Transport
+from shardkit.core.runtime.plan import GatherPlan, Mean, NetworkTransport, ReducePlan, Transport, reported
 from shardkit.core.runtime.shared.segment import ALIGNMENT, aligned
 from shardkit.core.runtime.storage import note_allocated, note_freed
 from shardkit.core.users_code import users_code
@@ -114,7 +114,7 @@ class SimulatedTransport(Transport):
     def gather(self, plan: GatherPlan, sources: Sequence[torch.Tensor], flats: Sequence[torch.Tensor]) -> Program:
         packed = None
         if plan.packing is not None:
-            packed = self.gather_buffer(plan.packing.numel, plan.packed_dtype, plan.label)
+            packed = self.buffer(plan.packing.numel, plan.packed_dtype, plan.label)
             note_allocated(packed, plan.label, "packed")
         own = sum(item.layout.local_numel(self.rank) * item.dtype.itemsize for item in plan.items)
         return self._run_gather(plan, packed, self._copied(own, plan.label))
@@ -123,7 +123,7 @@ class SimulatedTransport(Transport):
         if self.kind == "shared":
             own = sum(item.layout.local_numel(self.rank) * item.dtype.itemsize for item in plan.items)
             self._lent[plan.label] = plan.nbytes - own
-        with plan.reported(time.perf_counter()):
+        with reported(plan, time.perf_counter()):
             yield ()
             if packed is not None:
                 note_freed(packed, plan.label, "packed")
@@ -155,7 +155,7 @@ class SimulatedTransport(Transport):
             self._post([numel * itemsize for place, numel in enumerate(plan.row_numels) if place != self.rank], plan)
             grads.clear()
             self._observer.announce(sum(plan.row_numels[place] for place in self._local) * itemsize)
-        with plan.reported(time.perf_counter()):
+        with reported(plan, time.perf_counter()):
             yield ()
             if self.kind == "gloo" and packed is not None:
                 torch.empty_like(packed)  # gloo reduces a copy, which becomes a tensor of torch when it is waited for

@@ -28,6 +28,7 @@ from shardkit.core.runtime.plan import (
     ReduceItem,
     ReducePlan,
     Transport,
+    reported,
 )
 from shardkit.core.runtime.storage import note_allocated, note_freed
 
@@ -99,11 +100,8 @@ class CompressedTransport(Transport):
         widened = wire_dtype.itemsize < reduce_dtype.itemsize
         return self._over if all(form.lossless for form in formats) and not widened else self
 
-    def gather_buffer(self, numel: int, dtype: torch.dtype, label: str) -> torch.Tensor:
-        return self._over.gather_buffer(numel, dtype, label)
-
-    def reduce_buffer(self, numel: int, dtype: torch.dtype, label: str) -> torch.Tensor:
-        return self._over.reduce_buffer(numel, dtype, label)
+    def buffer(self, numel: int, dtype: torch.dtype, label: str) -> torch.Tensor:
+        return self._over.buffer(numel, dtype, label)
 
     # -- gathers -------------------------------------------------------------------------------------------------------
 
@@ -118,7 +116,7 @@ class CompressedTransport(Transport):
 
     def gather(self, plan: GatherPlan, sources: Sequence[torch.Tensor], flats: Sequence[torch.Tensor]) -> Program:
         rows = self._gather_rows(plan)
-        buffer = self.gather_buffer(rows.nbytes, torch.uint8, plan.label)
+        buffer = self.buffer(rows.nbytes, torch.uint8, plan.label)
         note_allocated(buffer, plan.label, "packed")
         return self._gather(plan, rows, sources, flats, buffer)
 
@@ -135,7 +133,7 @@ class CompressedTransport(Transport):
         for item, start, nbytes, _ in rows.own.chunks:
             rows.formats[item].write(sources[item].to(buffer.device).reshape(-1), own[start : start + nbytes])
         note_sources_read()
-        with plan.reported(launched, rows.wire_nbytes, torch.uint8):
+        with reported(plan, launched, rows.wire_nbytes, torch.uint8):
             try:
                 if rows.nbytes:
                     yield self._over.all_gather([buffer])
@@ -149,7 +147,7 @@ class CompressedTransport(Transport):
         rows = self._reductions.get(plan)
         if rows is None:
             rows = self._reductions[plan] = ReduceRows(plan, self)
-        outgoing = self.reduce_buffer(rows.sent_at[-1], torch.uint8, plan.label)
+        outgoing = self.buffer(rows.sent_at[-1], torch.uint8, plan.label)
         # Holds this rank's terms and the sum, in fp32 even if the reduce dtype is narrower.
         wide = torch.promote_types(plan.reduce_dtype, torch.float32)
         total = torch.empty(plan.output_numel, dtype=wide, device=self.device)
@@ -166,9 +164,9 @@ class CompressedTransport(Transport):
         launched = time.perf_counter()
         hold(outgoing, total)
         output = plan.allocate_output()
-        incoming = self.reduce_buffer(rows.received_at[-1], torch.uint8, plan.label)
+        incoming = self.buffer(rows.received_at[-1], torch.uint8, plan.label)
         note_allocated(incoming, plan.label, "reduce_input")
-        with plan.reported(launched, rows.sent_at[-1], torch.uint8):
+        with reported(plan, launched, rows.sent_at[-1], torch.uint8):
             try:
                 if any(rows.sent) or any(rows.received):
                     yield self._over.exchange(outgoing, rows.sent, incoming, rows.received)

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from shardkit.core import events
 from shardkit.core.runtime.lanes import Program, Reduction
-from shardkit.core.runtime.plan import GatherPlan, Mean, ReducePlan, Transport
+from shardkit.core.runtime.plan import GatherPlan, Mean, ReducePlan, Transport, reported
 from shardkit.core.runtime.shared.neighbours import Channel, Neighbours, Operation
 from shardkit.core.runtime.shared.segment import ALIGNMENT, Segment, aligned, carve, locate
 from shardkit.core.runtime.shared.tables import Gradients, Table
@@ -247,7 +247,7 @@ class SharedTransport(Transport):
                 self._bindings[plan] = binding
         posting = self._post_shards(binding.table) if binding.table is not None else self._post_copies(plan, sources)
         try:
-            with plan.reported(launched):
+            with reported(plan, launched):
                 yield (posting,)
                 targets, chunks = binding.copies(plan, posting.peers)
                 if targets:
@@ -284,7 +284,7 @@ class SharedTransport(Transport):
         grads.clear()
         note_freed(plan.nbytes, plan.label, "gradient")
         try:
-            with plan.reported(launched):
+            with reported(plan, launched):
                 yield (posting,)
                 terms = [None if peer is None else peer[plan.rank] for peer in posting.peers]
                 _sum(plan, terms, output, mean.before)
