@@ -33,7 +33,6 @@ from shardkit.core.parameters.managed import (
     manage,
     mesh_of_parameter,
     modules_of_argument,
-    move_buffers,
     placement_of,
     with_owners,
 )
@@ -161,7 +160,9 @@ def fully_shard(
             shard_bytes[one.fqn] = -(-form.plain(one.parameter.detach()).nbytes // on.shard_size)
     offload = offload_of_each(offload_policy, shard_bytes)
     _check_ties(managed, data_parallel, policy, offload_policy, compression_policy)
-    move_buffers(managed.buffers, device)
+    for buffer in managed.buffers:
+        if buffer.device != device and buffer.device.type != "meta":  # `materialize` handles those
+            buffer.data = buffer.to(device)
     state = FSDPState(modules, device, policy, auto_reshard=reshard_after_forward is None)
     for mesh_of_group, parameters in placed.items():
         replicated, (reshard, smaller) = mesh_of_group.fully_replicated, settings[mesh_of_group]

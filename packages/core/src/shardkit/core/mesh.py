@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 import torch
@@ -38,6 +37,11 @@ class DataParallelMesh:
         named: the axes named by `dp_mesh_dims`, of a mesh that may hold DTensor parameters as a whole; several of them
             may be flattened into one axis here.
         whole: the mesh that `dp_mesh_dims` named these axes of.
+        size: number of data-parallel ranks, over which gradients are averaged.
+        shard_size: number of ranks that hold a part of each parameter.
+        shard_rank: this rank's place on the shard axis.
+        shard_group: the process group that gathers and reduce-scatters, None if nothing is sharded.
+        replicate_groups: those that all-reduce results of the reduce-scatter, one for each replicate axis.
     """
 
     mesh: DeviceMesh
@@ -45,11 +49,21 @@ class DataParallelMesh:
     replicate_axes: tuple[int, ...] = ()
     named: frozenset[str] = frozenset()
     whole: DeviceMesh | None = None
+    size: int = field(init=False, compare=False)
+    shard_size: int = field(init=False, compare=False)
+    shard_rank: int = field(init=False, compare=False)
+    shard_group: dist.ProcessGroup | None = field(init=False, compare=False)
+    replicate_groups: tuple[dist.ProcessGroup, ...] = field(init=False, compare=False)
 
-    @property
-    def shard_group(self) -> dist.ProcessGroup | None:
-        """The process group that gathers and reduce-scatters, None if nothing is sharded."""
-        return None if self.shard_axis is None else self.mesh.get_group(self.shard_axis)
+    def __post_init__(self) -> None:
+        mesh, axis = self.mesh, self.shard_axis
+        vars(self).update(  # frozen
+            size=mesh.size(),
+            shard_size=1 if axis is None else mesh.size(axis),
+            shard_rank=0 if axis is None else mesh.get_local_rank(axis),
+            shard_group=None if axis is None else mesh.get_group(axis),
+            replicate_groups=tuple(mesh.get_group(one) for one in self.replicate_axes),
+        )
 
     @property
     def shard_mesh(self) -> DeviceMesh:
@@ -57,31 +71,11 @@ class DataParallelMesh:
         names = self.mesh.mesh_dim_names
         return self.mesh if self.shard_axis is None or names is None else self.mesh[names[self.shard_axis]]
 
-    @cached_property
-    def shard_size(self) -> int:
-        """Number of ranks that hold a part of each parameter."""
-        return 1 if self.shard_axis is None else self.mesh.size(self.shard_axis)
-
-    @cached_property
-    def shard_rank(self) -> int:
-        """This rank's place on the shard axis."""
-        return 0 if self.shard_axis is None else self.mesh.get_local_rank(self.shard_axis)
-
-    @property
-    def replicate_groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """The process groups that all-reduce results of the reduce-scatter, one for each replicate axis."""
-        return tuple(self.mesh.get_group(axis) for axis in self.replicate_axes)
-
     @property
     def fully_replicated(self) -> DataParallelMesh:
         """The same ranks with nothing sharded, for 0-dim parameters."""
         axes = () if self.shard_axis is None else (self.shard_axis,)
         return DataParallelMesh(self.mesh, None, axes + self.replicate_axes, self.named, self.whole)
-
-    @cached_property
-    def size(self) -> int:
-        """Number of data-parallel ranks, over which gradients are averaged."""
-        return self.mesh.size()
 
     def placements(self, cut: int | Placement | None) -> tuple[Placement, ...]:
         """Placements of a parameter cut on tensor dim `cut`, or by it; None (0-dim parameters): replicated."""
@@ -94,8 +88,7 @@ class DataParallelMesh:
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
         """Every process group of this mesh, shard group first."""
-        shard = self.shard_group
-        return self.replicate_groups if shard is None else (shard, *self.replicate_groups)
+        return tuple(group for group in (self.shard_group, *self.replicate_groups) if group is not None)
 
 
 @dataclass(frozen=True)

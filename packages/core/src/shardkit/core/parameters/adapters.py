@@ -7,6 +7,12 @@ sharded DTensor's mesh, makes the unsharded DTensor that the module computes wit
 Forms of DTensors come from a `DTensorAdapter` that another distribution provides under the entry point group
 `shardkit.dtensor_adapters`.
 
+Note [Annotations]
+`spmd_types` says of a plain parameter, by mesh axis, how the ranks' tensors are related; torchtitan annotates its
+models so by default. On data-parallel axes all ranks have the same values, and gradients are summed (`R`). On any other
+axis, values and gradients are the same (`I`), or gradients have to be summed (`R`), or the tensors are parts of one
+(`S`). For the last two a DTensor adapter is needed, and the whole mesh, with the names of its data-parallel axes.
+
 Note [Attributes of parameters]
 A user may set attributes on a parameter, such as `no_weight_decay`, for an optimizer or a trainer to read. The sharded
 parameter gets those of the original, and the unsharded one gets those of the sharded one. A wrapper subclass keeps its
@@ -48,7 +54,6 @@ __all__ = [
     "SubclassGather",
     "form_of",
     "new_parameter",
-    "unsharded_class",
     "user_attributes",
 ]
 
@@ -80,25 +85,25 @@ class ParameterForm(Protocol):
     def sums_elsewhere(self) -> bool:
         """Whether `gradient` may have to sum over axes that are not data-parallel."""
 
-    def plain(self, parameter: torch.Tensor) -> torch.Tensor:
+    def plain(self, parameter: torch.Tensor, /) -> torch.Tensor:
         """The plain tensor inside the original parameter; data parallelism cuts it."""
 
     def sharded(self, shard: torch.Tensor) -> DTensor:
         """The sharded parameter, over the memory of a shard."""
 
-    def local(self, shard: torch.Tensor) -> torch.Tensor:
+    def local(self, shard: torch.Tensor, /) -> torch.Tensor:
         """The local tensor of the sharded parameter, or of its gradient, over the memory of a shard.
 
         It is the shard itself, unless the local tensor carries more than its elements.
         """
 
-    def shard(self, local: torch.Tensor) -> torch.Tensor:
+    def shard(self, local: torch.Tensor, /) -> torch.Tensor:
         """The shard in a local tensor: the inverse of `local`."""
 
-    def unsharded(self, whole: torch.Tensor) -> torch.Tensor:
+    def unsharded(self, whole: torch.Tensor, /) -> torch.Tensor:
         """The tensor that the module computes with, over the memory of the gathered plain tensor."""
 
-    def gradient(self, gradient: torch.Tensor) -> torch.Tensor:
+    def gradient(self, gradient: torch.Tensor, /) -> torch.Tensor:
         """The plain gradient of the plain tensor, from that of the unsharded parameter.
 
         It may communicate over axes that are not data-parallel.
@@ -130,33 +135,23 @@ class DTensorAdapter(Protocol):
         """
 
 
+def _itself(tensor: torch.Tensor, /) -> torch.Tensor:
+    return tensor
+
+
 @dataclass(frozen=True)
 class _PlainForm:
-    """The form of a parameter that is a plain tensor, or a subclass other than DTensor."""
+    """The form of a parameter that is a plain tensor, or a subclass other than DTensor: nothing to convert."""
 
     shape: torch.Size
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
     kind: type[DTensor]
     sums_elsewhere = False
-
-    def plain(self, parameter: torch.Tensor) -> torch.Tensor:
-        return parameter
+    plain = local = shard = unsharded = gradient = staticmethod(_itself)
 
     def sharded(self, shard: torch.Tensor) -> DTensor:
         return new_dtensor(shard, self.mesh, self.placements, self.shape, kind=self.kind)
-
-    def local(self, shard: torch.Tensor) -> torch.Tensor:
-        return shard
-
-    def shard(self, local: torch.Tensor) -> torch.Tensor:
-        return local
-
-    def unsharded(self, whole: torch.Tensor) -> torch.Tensor:
-        return whole
-
-    def gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient
 
 
 class _PlacedForm:
@@ -186,7 +181,8 @@ def form_of(
     """
     dim: int | None = getattr(placement, "dim", None)
     if not isinstance(parameter, DTensor):
-        if annotated := _annotations_of(parameter):
+        spmd: Any = sys.modules.get("spmd_types")  # Note [Annotations]
+        if spmd is not None and (annotated := spmd.get_local_type(parameter)):
             model_axes = mesh.whole is not None and len(mesh.named) < mesh.whole.ndim
             if model_axes and not is_ours(placement) and (adapter := _dtensor_adapter()):
                 return adapter.annotated_form(parameter, fqn, mesh, dim, holders)
@@ -248,18 +244,6 @@ def _refuse_cut_blocks(parameter: DTensor, fqn: str, placement: Blocks) -> None:
         )
 
 
-def _annotations_of(parameter: torch.Tensor) -> dict[Any, Any]:
-    """The annotations of a plain parameter by mesh axis: how ranks' tensors are related. Empty without `spmd_types`.
-
-    torchtitan annotates its models so by default. On data-parallel axes all ranks have the same values, and gradients
-    are summed (`R`). On any other axis, values and gradients are the same (`I`), or gradients have to be summed (`R`),
-    or the tensors are parts of one (`S`). For the last two a DTensor adapter is needed, and the whole mesh, with the
-    names of its data-parallel axes.
-    """
-    spmd: Any = sys.modules.get("spmd_types")
-    return {} if spmd is None or isinstance(parameter, DTensor) else spmd.get_local_type(parameter)
-
-
 def _check_annotations(annotated: dict[Any, Any], fqn: str, mesh: DataParallelMesh) -> None:
     """Raises unless the local tensor of a parameter with these annotations may be treated as the whole parameter.
 
@@ -304,11 +288,6 @@ def user_attributes(parameter: torch.Tensor) -> dict[str, Any]:
         with torch.inference_mode(False):  # in it detach() fails for tensors that were made outside
             by_class.update(parameter.detach().__dict__)
     return {name: value for name, value in attributes.items() if name not in by_class}
-
-
-def unsharded_class(original: torch.Tensor) -> type[torch.Tensor]:
-    """The class of the unsharded parameter, unless a hook chooses (see Note [Attributes of parameters])."""
-    return nn.Parameter if wraps_tensors(original) or type(original) is torch.Tensor else type(original)
 
 
 def new_parameter(tensor: torch.Tensor, cls: type[torch.Tensor], requires_grad: bool) -> nn.Parameter:

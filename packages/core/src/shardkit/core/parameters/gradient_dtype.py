@@ -22,13 +22,13 @@ class GradientDtype:
     """The `grad_dtype` that the user has set for one parameter, and its consequences.
 
     Attributes:
-        is_set: whether the user has.
+        is_set: whether the user has; then `dtype` is it.
         may_defer: whether sums are wider than the computation, so that their cast can be deferred.
     """
 
     def __init__(self) -> None:
         self.is_set = False
-        self._dtype: torch.dtype | None = None
+        self.dtype: torch.dtype | None = None
         self._follows = False  # whether autograd has been configured
         self.may_defer = False
 
@@ -36,12 +36,12 @@ class GradientDtype:
         """Takes over the setting of `parameter`. Casts, moves and assigning loads replace parameters without it."""
         is_set, dtype = grad_dtype_of(parameter)
         if is_set:
-            self.is_set, self._dtype = True, dtype
+            self.is_set, self.dtype = True, dtype
 
     def put_on(self, sharded: torch.Tensor) -> None:
         """Sets it on the sharded parameter, if the user has set it."""
         if self.is_set:
-            sharded.grad_dtype = self._dtype
+            sharded.grad_dtype = self.dtype
 
     def take_out(self, sharded: torch.Tensor) -> torch.Tensor | None:
         """Before a cast or move of the module: removes a gradient whose dtype must not follow the parameter's."""
@@ -57,18 +57,6 @@ class GradientDtype:
         self.put_on(sharded)
         if gradient is not None:
             sharded.grad = gradient.to(sharded.device)
-
-    def of_sums(self, reduce_dtype: torch.dtype | None, original: torch.dtype) -> torch.dtype | None:
-        """The dtype of sums; None for the dtype of the gradient."""
-        if reduce_dtype is not None:
-            return reduce_dtype
-        if self.is_set:
-            return self._dtype
-        return original if GRAD_DTYPE_DECIDES else None
-
-    def of_shard(self, original: torch.dtype) -> torch.dtype | None:
-        """The dtype of the sharded gradient of a parameter of dtype `original`; None for the dtype of the sum."""
-        return self._dtype if self.is_set else original
 
     def prepare(self, unsharded: torch.Tensor, sums: torch.dtype | None, sums_elsewhere: bool) -> None:
         """Tells autograd to leave gradients in the dtype of sums on a new unsharded parameter.

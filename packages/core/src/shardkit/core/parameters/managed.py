@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -26,7 +26,6 @@ __all__ = [
     "manage",
     "mesh_of_parameter",
     "modules_of_argument",
-    "move_buffers",
     "placement_of",
     "with_owners",
 ]
@@ -147,18 +146,17 @@ def added_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _walk(roots: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """The modules of a call with their names, each once, in the order of `named_modules`."""
     seen: set[int] = set()
-
-    def below(name: str, module: nn.Module, top: bool) -> Iterator[tuple[str, nn.Module]]:
-        if id(module) in seen or (not top and (STATE in module.__dict__ or is_replicated(module))):
-            return
+    following = [("" if len(roots) == 1 else f"[{index}]", root) for index, root in enumerate(roots)][::-1]
+    while following:
+        name, module = following.pop()
+        if id(module) in seen or STATE in module.__dict__ or is_replicated(module):
+            continue
         seen.add(id(module))
         yield name, module
-        for child_name, child in module.named_children():
-            yield from below(f"{name}.{child_name}" if name else child_name, child, False)
-
-    for index, root in enumerate(roots):
-        yield from below("" if len(roots) == 1 else f"[{index}]", root, True)
+        prefix = f"{name}." if name else ""
+        following += [(prefix + child_name, child) for child_name, child in module.named_children()][::-1]
 
 
 def _refuse_other_engine(name: str, module: nn.Module) -> None:
@@ -182,13 +180,6 @@ def _refuse_shared_with_replicated(roots: Sequence[nn.Module], managed: Mapping[
                         "torch's replicate() was called on; it cannot be sharded and replicated. Call replicate() on "
                         "no module that shares it"
                     )
-
-
-def move_buffers(buffers: Iterable[torch.Tensor], device: torch.device) -> None:
-    """Moves buffers to the device in place; `materialize` handles those on the meta device."""
-    for buffer in buffers:
-        if buffer.device != device and buffer.device.type != "meta":
-            buffer.data = buffer.to(device)
 
 
 def placement_of(managed: ManagedParameter, chosen: object | None) -> Placement | None:

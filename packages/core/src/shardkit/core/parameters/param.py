@@ -37,7 +37,6 @@ from shardkit.core.parameters.adapters import (
     ParameterForm,
     SubclassGather,
     new_parameter,
-    unsharded_class,
     user_attributes,
 )
 from shardkit.core.parameters.gradient_dtype import GradientDtype
@@ -65,6 +64,7 @@ from shardkit.core.runtime.storage import (
 )
 from shardkit.core.stock_names import PARAM_NAMES, answers_stock_names
 from shardkit.core.torch_compat import (
+    GRAD_DTYPE_DECIDES,
     has_gradient_hooks,
     is_plain,
     lies_like,
@@ -74,6 +74,7 @@ from shardkit.core.torch_compat import (
     put_engine_hook,
     replace_local,
     take_meaning,
+    wraps_tensors,
 )
 
 __all__ = ["FSDPParam", "Slot", "fqn_of", "param_over", "sharded_counterpart"]
@@ -201,7 +202,9 @@ class FSDPParam:
         self.sharded_param = nn.Parameter(form.sharded(shard), requires_grad=original.requires_grad)
         self.sharded_param.__dict__.update(user_attributes(original))
         self.gradient_dtype.put_on(self.sharded_param)
-        self._unsharded_class = unsharded_class(original)
+        # Of the unsharded parameter, unless a hook chooses: adapters.py, Note [Attributes of parameters].
+        keeps_class = type(original) is not torch.Tensor and not wraps_tensors(original)
+        self._unsharded_class: type[torch.Tensor] = type(original) if keeps_class else nn.Parameter
         _became[original] = weakref.ref(self)
         _sharded[id(self.sharded_param)] = self
         self.flats: list[torch.Tensor] = []
@@ -245,7 +248,12 @@ class FSDPParam:
         The unsharded parameter is kept if it would be made the same way again: the graph of a forward may read it.
         """
         before = self._unsharded_kind if self.unsharded_param is not None else None
-        self._check_shape(local)
+        if tuple(local.shape) != tuple(self.local_shape):
+            raise ValueError(
+                f"parameter '{self.fqn}' has a local shard of shape {tuple(local.shape)} on this rank; expected "
+                f"{tuple(self.local_shape)}, the chunk of {tuple(self.shape)} that rank {self.mesh.shard_rank} of "
+                f"{self.mesh.shard_size} holds; assign a tensor of this shape"
+            )
         if self.partial is not None and local.dtype != self.orig_dtype:  # dtypes are divided at different times
             raise RuntimeError(
                 f"parameter '{self.fqn}' was cast from {self.orig_dtype} to {local.dtype} while a gradient of it waits "
@@ -292,14 +300,6 @@ class FSDPParam:
         """Makes a backward warn that reaches the sharded parameter itself: no other rank's gradient is added."""
         if self.mesh.size > 1 and self.sharded_param.requires_grad:
             put_engine_hook(self.sharded_param, _warn_of_direct)
-
-    def _check_shape(self, local: torch.Tensor) -> None:
-        if tuple(local.shape) != tuple(self.local_shape):
-            raise ValueError(
-                f"parameter '{self.fqn}' has a local shard of shape {tuple(local.shape)} on this rank; expected "
-                f"{tuple(self.local_shape)}, the chunk of {tuple(self.shape)} that rank {self.mesh.shard_rank} of "
-                f"{self.mesh.shard_size} holds; assign a tensor of this shape"
-            )
 
     def _drop_unsharded(self) -> None:
         """Makes the next gather create a new one. A waiting gradient is kept; a later one is refused."""
@@ -477,8 +477,12 @@ class FSDPParam:
 
     def _note_dtypes(self) -> None:
         """Caches the dtypes of sums and delivered gradients; None for the dtype of the gradient, or of the sum."""
-        self.sums_dtype = self.gradient_dtype.of_sums(self.mp_policy.reduce_dtype, self.orig_dtype)
-        self.delivered_dtype = self.gradient_dtype.of_shard(self.orig_dtype)
+        users = self.gradient_dtype
+        self.delivered_dtype = users.dtype if users.is_set else self.orig_dtype
+        if self.mp_policy.reduce_dtype is not None:
+            self.sums_dtype = self.mp_policy.reduce_dtype
+        else:
+            self.sums_dtype = self.delivered_dtype if users.is_set or GRAD_DTYPE_DECIDES else None
 
     def take_gradients(self) -> torch.Tensor | None:
         """Before a cast or move of the module: takes away a gradient with a dtype of its own."""
