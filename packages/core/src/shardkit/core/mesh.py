@@ -42,6 +42,7 @@ class DataParallelMesh:
         shard_rank: this rank's place on the shard axis.
         shard_group: the process group that gathers and reduce-scatters, None if nothing is sharded.
         replicate_groups: those that all-reduce results of the reduce-scatter, one for each replicate axis.
+        groups: all of these, shard group first.
     """
 
     mesh: DeviceMesh
@@ -54,15 +55,19 @@ class DataParallelMesh:
     shard_rank: int = field(init=False, compare=False)
     shard_group: dist.ProcessGroup | None = field(init=False, compare=False)
     replicate_groups: tuple[dist.ProcessGroup, ...] = field(init=False, compare=False)
+    groups: tuple[dist.ProcessGroup, ...] = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         mesh, axis = self.mesh, self.shard_axis
+        shard_group = None if axis is None else mesh.get_group(axis)
+        replicate_groups = tuple(mesh.get_group(one) for one in self.replicate_axes)
         vars(self).update(  # frozen
             size=mesh.size(),
             shard_size=1 if axis is None else mesh.size(axis),
             shard_rank=0 if axis is None else mesh.get_local_rank(axis),
-            shard_group=None if axis is None else mesh.get_group(axis),
-            replicate_groups=tuple(mesh.get_group(one) for one in self.replicate_axes),
+            shard_group=shard_group,
+            replicate_groups=replicate_groups,
+            groups=replicate_groups if shard_group is None else (shard_group, *replicate_groups),
         )
 
     @property
@@ -84,11 +89,6 @@ class DataParallelMesh:
             placement if axis == self.shard_axis and placement is not None else Replicate()
             for axis in range(self.mesh.ndim)
         )
-
-    @property
-    def groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """Every process group of this mesh, shard group first."""
-        return tuple(group for group in (self.shard_group, *self.replicate_groups) if group is not None)
 
 
 @dataclass(frozen=True)

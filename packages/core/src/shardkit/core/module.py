@@ -373,12 +373,12 @@ class FSDPModule(StockFSDPModule):
         if isinstance(depth, bool) or not isinstance(depth, int) or depth < 0:
             raise ValueError(f"the prefetch depth must be an int >= 0, got {depth!r}")
         schedule = self._get_fsdp_state().schedule
-        if schedule.prefetch.budget is not None:
+        if (budget := schedule.room.prefetch.budget) is not None:
             raise ValueError(
-                f"set_prefetch_depth({depth}): set_prefetch_budget({schedule.prefetch.budget}) was already called; use "
+                f"set_prefetch_depth({depth}): set_prefetch_budget({budget}) was already called; use "
                 "either a depth or a budget (set_prefetch_budget(None) removes the budget)"
             )
-        schedule.prefetch = Prefetch(depth=depth)
+        schedule.set_prefetch(Prefetch(depth=depth))
 
     def set_prefetch_budget(self, nbytes: int | None) -> None:
         """Limits the unsharded bytes of this root's groups, instead of using a depth. Call it on the root.
@@ -402,13 +402,13 @@ class FSDPModule(StockFSDPModule):
         if nbytes is not None and (isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes <= 0):
             raise ValueError(f"the prefetch budget must be a positive number of bytes or None, got {nbytes!r}")
         schedule = self._get_fsdp_state().schedule
-        depth = schedule.prefetch.depth
+        depth = schedule.room.prefetch.depth
         if nbytes is not None and depth is not None:
             raise ValueError(
                 f"set_prefetch_budget({nbytes}): set_prefetch_depth({depth}) was already called; use either a depth or "
                 "a budget"
             )
-        schedule.prefetch = Prefetch(depth, nbytes)
+        schedule.set_prefetch(Prefetch(depth, nbytes))
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:  # type: ignore[override]
         """Sets the modules to gather when this module's forward begins, instead of those in the learned order."""

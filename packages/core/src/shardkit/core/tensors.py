@@ -17,7 +17,6 @@ from shardkit.core.torch_compat import NOTES_ON_MODULES
 
 __all__ = [
     "cast_floating",
-    "keeps_tensors",
     "map_tensors",
     "reachable_tensors",
     "tensors_in",
@@ -35,14 +34,13 @@ _NEWEST = 64
 _DEEPEST = 4
 
 
-def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+def map_tensors(
+    function: Callable[[torch.Tensor], torch.Tensor], value: Any, done: dict[int, Any] | None = None
+) -> Any:
     """`value` with every tensor replaced by `function` of it. Containers in which something is replaced are copied,
-    once each. All others are passed on, so additions by forward are visible to all their holders.
+    once each: `done` has them by the id of the original. All others are passed on, so additions by forward are visible
+    to all their holders.
     """
-    return _map(function, value, {})
-
-
-def _map(function: Callable[[torch.Tensor], torch.Tensor], value: Any, done: dict[int, Any]) -> Any:
     if isinstance(value, torch.Tensor):
         return function(value)
     if value is None or isinstance(value, str | bytes | int | float):
@@ -50,8 +48,9 @@ def _map(function: Callable[[torch.Tensor], torch.Tensor], value: Any, done: dic
     kind = type(value)
     if kind is dict and not value:  # most forwards have no keyword arguments
         return value
+    done = {} if done is None else done
     if kind is tuple:  # nearly always; the remaining checks are slow
-        mapped = [_map(function, one, done) for one in value]
+        mapped = [map_tensors(function, one, done) for one in value]
         return tuple(mapped) if any(map(is_not, mapped, value)) else value
     if id(value) not in done:
         done[id(value)] = _map_container(function, value, done)
@@ -63,7 +62,7 @@ def _map_container(function: Callable[[torch.Tensor], torch.Tensor], value: Any,
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return _map_fields(function, value, done)
     if isinstance(value, dict):
-        entries = {key: _map(function, one, done) for key, one in value.items()}
+        entries = {key: map_tensors(function, one, done) for key, one in value.items()}
         if not any(map(is_not, entries.values(), value.values())):
             return value
         mapping = copy.copy(value)
@@ -71,7 +70,7 @@ def _map_container(function: Callable[[torch.Tensor], torch.Tensor], value: Any,
             mapping[key] = one
         return mapping
     if isinstance(value, list | tuple | set | frozenset):
-        mapped = [_map(function, one, done) for one in value]
+        mapped = [map_tensors(function, one, done) for one in value]
         if not any(map(is_not, mapped, value)):
             return value
         return kind(*mapped) if hasattr(value, "_fields") else kind(mapped)
@@ -80,7 +79,7 @@ def _map_container(function: Callable[[torch.Tensor], torch.Tensor], value: Any,
 
 def _map_fields(function: Callable[[torch.Tensor], torch.Tensor], value: Any, done: dict[int, Any]) -> Any:
     fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    mapped = {name: _map(function, one, done) for name, one in fields.items()}
+    mapped = {name: map_tensors(function, one, done) for name, one in fields.items()}
     if not any(map(is_not, mapped.values(), fields.values())):
         return value
     result = copy.copy(value)
@@ -106,11 +105,6 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 def tensors_with_grad(value: Any) -> list[torch.Tensor]:
     """The tensors in `value` that require grad; a repeated tensor is repeated."""
     return [tensor for tensor in tensors_in(value) if tensor.requires_grad]
-
-
-def keeps_tensors(module: nn.Module) -> bool:
-    """Whether a module's forward may keep tensors on the module. torch's own layers do not."""
-    return not type(module).__module__.startswith("torch.nn.modules.")
 
 
 def tensors_kept_by(module: nn.Module) -> list[tuple[str, torch.Tensor]]:

@@ -351,7 +351,7 @@ class FullyShardedDataParallel(StateDictApi, OptimizerStateApi, nn.Module):
             one._is_root = one is self
         self._is_root = True
         if not self.forward_prefetch and self.backward_prefetch is None:
-            self._state.schedule.prefetch = Prefetch(depth=0)
+            self._state.schedule.set_prefetch(Prefetch(depth=0))
 
     def _before_forward(self, args: Any) -> None:
         self._lazy_init()

@@ -19,28 +19,25 @@ import torch.distributed as dist
 
 from shardkit.core import events
 
-__all__ = ["OrderCheck", "agree", "order_check_wanted", "replicas_checked_every"]
+__all__ = ["OrderCheck", "agree", "wanted_checks"]
 
 _SHOWN = 8
 
 
-def order_check_wanted() -> bool:
-    """Whether the environment requests the check: SHARDKIT_DEBUG contains "order" among its comma-separated words."""
-    return "order" in os.environ.get("SHARDKIT_DEBUG", "").split(",")
+def wanted_checks() -> tuple[bool, int | None]:
+    """What SHARDKIT_DEBUG requests: the check of the order, and a number of forwards between comparisons of replicas.
 
-
-def replicas_checked_every() -> int | None:
-    """The number of forwards between comparisons of replicas, None for the first alone.
-
-    SHARDKIT_DEBUG contains "replicas", for each forward, or "replicas=100".
+    Its words, joined by commas, are "order", and "replicas" for a comparison in each forward, or "replicas=100". The
+    number is None for one in the first forward alone.
     """
-    for word in os.environ.get("SHARDKIT_DEBUG", "").split(","):
+    words = os.environ.get("SHARDKIT_DEBUG", "").split(",")
+    for word in words:
         name, _, every = word.partition("=")
         if name == "replicas":
             if every and (not every.isdecimal() or int(every) < 1):
                 raise ValueError(f"SHARDKIT_DEBUG has {word!r}; expected replicas, or replicas=100 for every 100th")
-            return int(every or 1)
-    return None
+            return "order" in words, int(every or 1)
+    return "order" in words, None
 
 
 def agree(digest: bytes, group: dist.ProcessGroup, device: torch.device) -> bool:

@@ -24,6 +24,7 @@ while the user holds it (`module.unshard()`).
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Iterable
 from typing import Protocol, TypeAlias
@@ -31,7 +32,7 @@ from typing import Protocol, TypeAlias
 import torch
 
 from shardkit.core.engine.settings import GroupSettings
-from shardkit.core.engine.timetable import Prefetch
+from shardkit.core.engine.timetable import DEFAULT_PREFETCH_DEPTH, Prefetch
 from shardkit.core.mesh import DataParallelMesh
 from shardkit.core.parameters.param import FSDPParam
 
@@ -79,14 +80,15 @@ class Room:
 
     Attributes:
         prefetch: the user's setting of how far ahead groups are gathered.
-        states_ahead: number of states whose gathers may start before they begin.
+        states_ahead: number of states whose gathers may start before they begin, if there is room.
     """
 
     def __init__(self, prefetch: Prefetch) -> None:
+        depth = DEFAULT_PREFETCH_DEPTH if prefetch.depth is None else prefetch.depth
         self.prefetch = prefetch
-        self.states_ahead = prefetch.states_ahead
+        self.states_ahead = depth if prefetch.budget is None else sys.maxsize
         self._by_bytes = prefetch.budget is not None
-        self._limit = prefetch.states_ahead + 1 if prefetch.budget is None else prefetch.budget
+        self._limit = depth + 1 if prefetch.budget is None else prefetch.budget
         self._taken = 0
         self._groups: list[_Reference] = []
         # Groups whose memory a gather may free, oldest first: those without a later use, and those for backward.

@@ -18,7 +18,7 @@ from torch import nn
 from shardkit.core import events
 from shardkit.core.digests import numbers_of
 from shardkit.core.engine.group import FSDPParamGroup
-from shardkit.core.engine.order_check import OrderCheck, agree, order_check_wanted, replicas_checked_every
+from shardkit.core.engine.order_check import OrderCheck, agree, wanted_checks
 from shardkit.core.engine.schedule import Schedule, ScheduledState
 from shardkit.core.mesh import DataParallelMesh, groups_of_copies
 from shardkit.core.parameters.managed import STATE
@@ -83,10 +83,11 @@ def initialise_root(root: RootedState, *, same_names: bool = True) -> None:
         _check_agreement(groups, root, same_names)
     _warn_of_smaller_meshes(groups)
     live_roots.add(root)
-    if order_check_wanted():
+    checks_order, checks_replicas_every = wanted_checks()
+    if checks_order:
         root.schedule.order_check = OrderCheck()
-    for state in states:
-        state.is_root = state is root
+    for index, state in enumerate(states):
+        state.index, state.is_root = index, state is root
         state.schedule = root.schedule
         for group in state.groups:
             group.schedule = root.schedule
@@ -94,16 +95,17 @@ def initialise_root(root: RootedState, *, same_names: bool = True) -> None:
     if root.auto_reshard:
         for group in root.groups:
             group.change(reshard_after_forward=False)
-    if (every := replicas_checked_every()) is not None:
+    if checks_replicas_every is not None:
         forwards = itertools.count(1)
 
         def check_replicas(module: nn.Module, inputs: object) -> None:
-            if next(forwards) % every == 0:
+            if next(forwards) % checks_replicas_every == 0:
                 root.schedule.context.catch_up()
                 _check_agreement(groups, root, same_names, module)
 
         module.register_forward_pre_hook(check_replicas, prepend=True)
-    root.schedule.set_states(states)
+    root.schedule.states = [weakref.ref(state) for state in states]
+    root.schedule.room.admit(groups)
     count = sum(len(group.params) for group in groups)
     _LOG.info("%s is a root: %d parameters in %d groups of %d calls", root.fqn, count, len(groups), len(states))
     if events.hub.active:
@@ -123,7 +125,7 @@ def _refuse_other_engine_around(module: nn.Module) -> None:
 
 def _check_prefetching(state: RootedState, root: RootedState, name: str) -> None:
     for setting in ("depth", "budget"):
-        seen, expected = getattr(state.schedule.prefetch, setting), getattr(root.schedule.prefetch, setting)
+        seen, expected = getattr(state.schedule.room.prefetch, setting), getattr(root.schedule.room.prefetch, setting)
         if seen not in (None, expected):
             raise RuntimeError(
                 f"set_prefetch_{setting}({seen}) was called on '{state.fqn}', below the root {name}; it is a setting "

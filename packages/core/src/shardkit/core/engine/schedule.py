@@ -142,7 +142,8 @@ class Schedule(Generic[_S]):
         unfinalized: whether a backward has begun that `finalize_backward` must end.
         post_optim_event: the user's event that the next forward's first gather waits for.
         backwards: number of backwards that have ended.
-        states: those below the root by index; dead ones have been deleted.
+        states: those below the root by index, root first, in the order of `named_modules`; dead ones have been deleted.
+        forward_numbers: the next ones.
         leaving: states that backward has left, whose predecessors have yet to begin.
     """
 
@@ -162,17 +163,10 @@ class Schedule(Generic[_S]):
         self.backwards = 0
         self.leaving = 0
         self.states: list[weakref.ReferenceType[_S]] = []
-        self._forward_numbers = itertools.count(1)
+        self.forward_numbers = itertools.count(1)
         self._pass_numbers = itertools.count(1)
 
     # -- states --------------------------------------------------------------------------------------------------------
-
-    def set_states(self, states: Sequence[_S]) -> None:
-        """All states below the root, root first, in the order of `named_modules`."""
-        self.states = [weakref.ref(state) for state in states]
-        for index, state in enumerate(states):
-            state.index = index
-        self.room.admit(self.groups)
 
     @property
     def all_states(self) -> list[_S]:
@@ -184,13 +178,8 @@ class Schedule(Generic[_S]):
         """The groups of all states, each once."""
         return list(dict.fromkeys(group for state in self.all_states for group in state.groups))
 
-    @property
-    def prefetch(self) -> Prefetch:
-        """The user's setting of how far ahead groups are gathered."""
-        return self.room.prefetch
-
-    @prefetch.setter
-    def prefetch(self, prefetch: Prefetch) -> None:
+    def set_prefetch(self, prefetch: Prefetch) -> None:
+        """Takes the user's setting of how far ahead groups are gathered."""
         self.room.clear()
         self.room = Room(prefetch)
         self.room.admit(self.groups)
@@ -264,11 +253,6 @@ class Schedule(Generic[_S]):
             torch.get_device_module(device).current_stream().synchronize()
 
     # -- the order of forward ------------------------------------------------------------------------------------------
-
-    def begin_forward(self, root: _S) -> None:
-        """The outermost forward begins, which `root` runs."""
-        self.forward = Forward(weakref.ref(root), next(self._forward_numbers))
-        self.innermost = None
 
     def end_forward(self, *, complete: bool) -> None:
         """The forward of all states has ended; if it is `complete`, the next one follows its order."""

@@ -86,24 +86,26 @@ class Communication:
         """
         if group is None or group.size() == 1:
             return Transports(None, None)
-        policy, over = self.compression or CompressionPolicy(), self.reduce_group or group
-        if self.all_gather is not None:
-            gather: Transport = CustomTransport(group, device, self.all_gather)
-        else:
-            gather = self._transport(group, device, policy.gather, label)
-        if self.reduce_scatter is not None:
-            return Transports(gather, CustomTransport(over, device, reduce_scatter=self.reduce_scatter))
-        return Transports(gather, self._transport(over, device, policy.reduce, label))
-
-    def _transport(self, group: dist.ProcessGroup, device: torch.device, rounding: str | None, label: str) -> Transport:
+        over = self.reduce_group or group
         try:
-            chosen = transport_for(group, device, self.registered)
+            if self.all_gather is not None:
+                gather: Transport = CustomTransport(group, device, self.all_gather)
+            else:
+                gather = transport_for(group, device, self.registered)
+            if self.reduce_scatter is not None:
+                reduce: Transport = CustomTransport(over, device, reduce_scatter=self.reduce_scatter)
+            else:
+                reduce = transport_for(over, device, self.registered)
         except (OSError, RuntimeError) as error:  # a missing peer causes a timeout, of a socket or of gloo
             raise RuntimeError(
                 f"{label}: set-up failed (meeting the other ranks of its group): {error}; "
                 "check that every rank runs this forward"
             ) from error
-        return chosen if self.compression is None or rounding is None else chosen.compressing(self.compression)
+        if self.compression is not None and self.compression.gather is not None:
+            gather = gather.compressing(self.compression)
+        if self.compression is not None and self.compression.reduce is not None:
+            reduce = reduce.compressing(self.compression)
+        return Transports(gather, reduce)
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ import logging
 import sys
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from types import NoneType
 from typing import Any
 
@@ -42,17 +42,16 @@ from shardkit.core.engine.context import CommContext
 from shardkit.core.engine.group import FSDPParamGroup, Phase, Residence
 from shardkit.core.engine.handed import HandedContainers
 from shardkit.core.engine.root import initialise_root
-from shardkit.core.engine.schedule import Finalization, Pass, Schedule
+from shardkit.core.engine.schedule import Finalization, Forward, Pass, Schedule
 from shardkit.core.engine.timetable import Timetable
 from shardkit.core.engine.transforms import watch_each, watch_together
-from shardkit.core.optimizer_steps.plain_steps import restore_interrupted_steps
+from shardkit.core.optimizer_steps.plain_steps import lent, restore_interrupted_steps
 from shardkit.core.parameters.managed import STATE
 from shardkit.core.parameters.param import param_over
 from shardkit.core.policies import MixedPrecisionPolicy
 from shardkit.core.stock_names import STATE_NAMES, answers_stock_names
 from shardkit.core.tensors import (
     cast_floating,
-    keeps_tensors,
     map_tensors,
     reachable_tensors,
     tensors_in,
@@ -93,6 +92,7 @@ class FSDPState:
 
     Attributes:
         groups: its parameter groups: one, plus one for 0-dim parameters and one for each tied parameter.
+        keepers: those of the call's modules whose forward may keep tensors on them; torch's own layers do not.
         schedule: shared by the states of one root from the first forward on.
         index: its place among them.
         fqn: name of its module below the root, known from the first forward on.
@@ -102,9 +102,15 @@ class FSDPState:
     """
 
     def __init__(
-        self, modules: tuple[nn.Module, ...], device: torch.device, mp_policy: MixedPrecisionPolicy, auto_reshard: bool
+        self,
+        modules: tuple[nn.Module, ...],
+        managed: Sequence[nn.Module],
+        device: torch.device,
+        mp_policy: MixedPrecisionPolicy,
+        auto_reshard: bool,
     ) -> None:
         self.modules = tuple(weakref.ref(module) for module in modules)
+        self.keepers = [weakref.ref(one) for one in managed if not type(one).__module__.startswith("torch.nn.modules.")]
         self.device = device
         self.mp_policy = mp_policy
         self.auto_reshard = auto_reshard
@@ -218,7 +224,8 @@ class FSDPState:
         groups = schedule.groups if self.is_root else self.groups_below
         for group in groups:
             group.sweep()
-        schedule.begin_forward(self)
+        schedule.forward = Forward(weakref.ref(self), next(schedule.forward_numbers))
+        schedule.innermost = None
         if self.is_root and context.gathers.has_streams:
             # Once for all: gathers of this iteration wait for work queued before it, such as a step or a load. If hooks
             # of gradients step on the shards, these writes come when the reductions in flight end.
@@ -232,7 +239,8 @@ class FSDPState:
         if schedule.post_optim_event is not None:
             context.gathers.wait_event(schedule.post_optim_event)
             schedule.post_optim_event = None
-        restore_interrupted_steps()
+        if lent:  # an optimizer whose step has raised holds other tensors
+            restore_interrupted_steps()
         return True
 
     def _begin_pass(self) -> None:
@@ -321,9 +329,17 @@ class FSDPState:
         return output if casts is None else cast_floating(output, casts)
 
     def _end_forward(self, output: Any, *, failed: bool) -> Any:
+        # In a single process watched inputs are the caller's tensors: a hook that forward puts on one sees the gradient
+        # from all its users, and an input that forward returns is not a result of forward.
+        originals = {id(watched): original for original, watched in self._wrapped_inputs}
         inputs = {id(original) for original, _ in self._wrapped_inputs}
+        for original, watched in self._wrapped_inputs:
+            move_hooks(watched, original)
+        self._wrapped_inputs.clear()
         try:
-            output = self._own_outputs(self._unwatch(output))
+            if originals:
+                output = map_tensors(lambda tensor: originals.get(id(tensor), tensor), output)
+            output = self._own_outputs(output)
         except RuntimeError as error:  # an output is a view of an input that was changed in place
             if "modified inplace" not in str(error):
                 raise
@@ -350,22 +366,6 @@ class FSDPState:
         schedule.room.free_unused(in_backward=False)
         schedule.room.free_cached(but_for_backward=bool(schedule.passes) and torch.is_grad_enabled())
         schedule.context.settle_gathers()
-
-    def _unwatch(self, output: Any) -> Any:
-        """Copies changes of the watched inputs to the caller's tensors.
-
-        In a single process they are the same tensors: a hook that forward puts on an input sees the gradient from all
-        its users, and an input that forward returns is not a result of forward.
-        """
-        if not self._wrapped_inputs:
-            return output
-        originals = {id(watched): original for original, watched in self._wrapped_inputs}
-        for original, watched in self._wrapped_inputs:
-            move_hooks(watched, original)
-        self._wrapped_inputs.clear()
-        if not any(id(tensor) in originals for tensor in tensors_in(output)):
-            return output
-        return map_tensors(lambda tensor: originals.get(id(tensor), tensor), output)
 
     def end_pass(self, *, reshards: bool = True) -> None:
         """Every module of the state has run, or will not run any more: reshards as configured."""
@@ -398,11 +398,16 @@ class FSDPState:
 
         The copy also has a place in the graph, unlike a parameter, so `_watch_outputs` can put its hook there.
         """
-        suspects = [tensor for tensor in reachable_tensors(output) if is_leaf_or_view(_on_this_rank(tensor))]
+        suspects: dict[int, torch.Tensor] = {}  # what is on this rank, by the id of the output
+        for tensor in reachable_tensors(output):
+            local = unwrapped(tensor)
+            local = local_of(local) if isinstance(local, DTensor) else local
+            if is_leaf_or_view(local):
+                suspects[id(tensor)] = local
         if not suspects:
             return output
         memory = {address for group in self.groups for param in group.params for address in param.memory}
-        theirs = {id(tensor) for tensor in suspects if _on_this_rank(tensor).untyped_storage().data_ptr() in memory}
+        theirs = {key for key, local in suspects.items() if local.untyped_storage().data_ptr() in memory}
         if not theirs:
             return output
         if theirs - {id(tensor) for tensor in tensors_in(output)}:
@@ -447,7 +452,7 @@ class FSDPState:
             RuntimeError: if a module keeps a parameter that resharding frees, or a view of one.
         """
         with_grad = torch.is_grad_enabled()
-        for reference in self._keepers:
+        for reference in self.keepers:
             if (module := reference()) is None:
                 continue
             for attribute, tensor in tensors_kept_by(module):
@@ -479,12 +484,6 @@ class FSDPState:
         base = base_of(tensor)
         if base is not None and base.requires_grad and made_since(base, self._pass.began):
             base.register_hook(functools.partial(self.pre_backward, of=self._pass))
-
-    @functools.cached_property
-    def _keepers(self) -> list[weakref.ReferenceType[nn.Module]]:
-        """The modules of this call that may keep tensors, down to those that have a state of their own."""
-        modules = [module for top in self.modules if (one := top()) is not None for module in _modules_of_call(one)]
-        return [weakref.ref(module) for module in modules if keeps_tensors(module)]
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
@@ -751,7 +750,7 @@ def _gather_listed(schedule: Schedule[FSDPState], listed: Iterable[FSDPState], *
     for group in (group for state in listed for group in state.groups):
         if in_backward and not group.settings.unshard_in_backward:
             continue
-        if schedule.prefetch.budget is None or group.schedule is not schedule:
+        if schedule.room.prefetch.budget is None or group.schedule is not schedule:
             group.unshard(in_backward=in_backward)
         elif not schedule.room.gather_ahead(group, in_backward=in_backward):
             return
@@ -787,18 +786,6 @@ def _add_module(error: BaseException, fqn: str) -> None:
             "while a module of that call runs: compute with them in its forward, give both modules to one call "
             "(fully_shard([a, b])), or unshard() the other module first"
         )
-
-
-def _on_this_rank(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = unwrapped(tensor)
-    return local_of(tensor) if isinstance(tensor, DTensor) else tensor
-
-
-def _modules_of_call(top: nn.Module) -> Iterator[nn.Module]:
-    yield top
-    for child in top.children():
-        if state_of(child) is None:
-            yield from _modules_of_call(child)
 
 
 class _Inputs(torch.autograd.Function):

@@ -13,7 +13,6 @@ so forward follows an order only if two forwards had it in common: a wrong guess
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -28,13 +27,6 @@ class Prefetch:
 
     depth: int | None = None
     budget: int | None = None
-
-    @property
-    def states_ahead(self) -> int:
-        """Number of states whose gathers may start before they begin, if there is room."""
-        if self.budget is not None:
-            return sys.maxsize
-        return DEFAULT_PREFETCH_DEPTH if self.depth is None else self.depth
 
 
 class Timetable:

@@ -60,7 +60,12 @@ def transport_for(group: dist.ProcessGroup, device: torch.device, registered: bo
     reference = by_kind.get((device, registered))
     transport = reference() if reference is not None else None
     if transport is None:
-        transport = _make_transport(group, device, registered)
+        backend = torch_compat.backend_of(group, device)
+        if group.size() > 1 and _is_gloo(backend, device) and (neighbours := neighbours_of(group)) is not None:
+            transport = SharedTransport(group, device, neighbours)
+        else:
+            memory = RegisteredMemory.of(group, device) if registered else None
+            transport = C10dTransport(group, device, direct=coalesces(backend), memory=memory)
         by_kind[device, registered] = weakref.ref(transport)
     return transport
 
@@ -72,15 +77,6 @@ def may_share_memory(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 def _is_gloo(backend: Any, device: torch.device) -> bool:
     return backend is not None and device.type == "cpu" and backend.name() == "gloo"
-
-
-def _make_transport(group: dist.ProcessGroup, device: torch.device, registered: bool) -> Transport:
-    backend = torch_compat.backend_of(group, device)
-    gloo = _is_gloo(backend, device) and group.size() > 1
-    if gloo and (neighbours := neighbours_of(group)) is not None:
-        return SharedTransport(group, device, neighbours)
-    memory = RegisteredMemory.of(group, device) if registered else None
-    return C10dTransport(group, device, direct=coalesces(backend), memory=memory)
 
 
 def coalesces(backend: Any) -> bool:
