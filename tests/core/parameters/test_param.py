@@ -43,7 +43,7 @@ def test_parameters_on_another_device_are_moved_at_construction(rank: int, world
 def _param(device: str, policy: OffloadPolicy, original: Tensor, mesh: DeviceMesh) -> tuple[nn.Module, FSDPParam]:
     module = nn.Module()
     module.weight = nn.Parameter(original, requires_grad=False)
-    slots = (Slot.of(module, "weight"),)
+    slots = [Slot.of(module, "weight")]
     axes, on = data_parallel_mesh(mesh, None), torch.device(device)
     form = form_of(module.weight, "weight", axes, 0, [(module, "weight")])
     return module, FSDPParam(module.weight, "weight", slots, axes, Shard(0), form, on, MixedPrecisionPolicy(), policy)

@@ -146,7 +146,8 @@ def fully_shard(
     if not isinstance(compression_policy, CompressionPolicy | None):
         raise TypeError(f"compression_policy must be a CompressionPolicy, got {type(compression_policy).__name__}")
     managed = manage(modules, ignored_params or set())
-    _refuse_inside_sharded(modules, managed)
+    if managed.ties:
+        _refuse_inside_sharded(modules, managed)
     # Everything that can reject the input runs first, so a call that raises leaves the module unchanged.
     choose = shard_placement_fn if shard_placement_fn is not None else lambda _: None
     placed = _placed(managed, choose, data_parallel)
@@ -159,7 +160,8 @@ def fully_shard(
             form = forms[one.fqn] = form_of(one.parameter, one.fqn, on, placement, one.holders)
             shard_bytes[one.fqn] = -(-form.plain(one.parameter.detach()).nbytes // on.shard_size)
     offload = offload_of_each(offload_policy, shard_bytes)
-    _check_ties(managed, data_parallel, policy, offload_policy, compression_policy)
+    for param, _ in managed.ties:
+        _check_tie(param, data_parallel, policy, offload_policy, compression_policy)
     for buffer in managed.buffers:
         if buffer.device != device and buffer.device.type != "meta":  # `materialize` handles those
             buffer.data = buffer.to(device)
@@ -170,15 +172,16 @@ def fully_shard(
         whole: list[FSDPParam] = []
         for one, placement in parameters:
             on, form = mesh_of_group if placement is not None else replicated, forms[one.fqn]
-            slots = tuple(starmap(Slot.of, one.holders))
-            param = FSDPParam(one.parameter, one.fqn, slots, on, placement, form, device, policy, offload[one.fqn])
+            places = list(starmap(Slot.of, one.holders))
+            param = FSDPParam(one.parameter, one.fqn, places, on, placement, form, device, policy, offload[one.fqn])
             move_gradient_hooks(one.parameter, param.sharded_param, partial(_fqn_of, weakref.ref(param), one.fqn))
             (main if placement is not None else whole).append(param)
         if main:
             state.add_group(FSDPParamGroup(main, mesh_of_group, device, policy, reshard, smaller, compression_policy))
         if whole:
             state.add_group(FSDPParamGroup(whole, replicated, device, policy, reshard, None))
-    _join_ties(state, managed)
+    for param, slots in managed.ties:
+        _join_tie(state, param, slots)
     _watch_state_dicts(state, managed.modules)
     for one_module in managed.modules:
         mark_managed(one_module)
@@ -245,8 +248,8 @@ def _refuse_inside_sharded(modules: Sequence[nn.Module], managed: Managed) -> No
                     )
 
 
-def _check_ties(
-    managed: Managed,
+def _check_tie(
+    param: FSDPParam,
     mesh: DataParallelMesh,
     policy: MixedPrecisionPolicy,
     offload: OffloadChoice,
@@ -258,37 +261,35 @@ def _check_ties(
     """
     of_all = None if isinstance(offload, Mapping) else as_offload(offload)
     offloads = of_all if isinstance(of_all, CPUOffloadPolicy) else None
-    for param, _ in managed.ties:
-        own = policy.for_parameter(param.sharded_param, param.fqn)
-        chosen = of_all is None or (offloads is not None and offloads.budget is not None)
-        theirs = (param.mesh.mesh, param.mp_policy.param_dtype, param.mp_policy.reduce_dtype, param.offload)
-        ours = (mesh.mesh, own.param_dtype, own.reduce_dtype, param.offload if chosen else offloads)
-        if theirs != ours:
-            raise ValueError(
-                f"parameter '{param.fqn}' is tied to one that an earlier fully_shard call has sharded with (mesh, "
-                f"param_dtype, reduce_dtype, offload) = {theirs}; this call has {ours}. Give both calls the same"
-            )
-        if param.shape and (known := FSDPParamGroup.of(param).settings.communication.compression) != compression:
-            raise ValueError(
-                f"parameter '{param.fqn}' is tied to one that an earlier fully_shard call has sharded with "
-                f"compression_policy={known}; this call has {compression}. Give both calls the same"
-            )
+    own = policy.for_parameter(param.sharded_param, param.fqn)
+    chosen = of_all is None or (offloads is not None and offloads.budget is not None)
+    theirs = (param.mesh.mesh, param.mp_policy.param_dtype, param.mp_policy.reduce_dtype, param.offload)
+    ours = (mesh.mesh, own.param_dtype, own.reduce_dtype, param.offload if chosen else offloads)
+    if theirs != ours:
+        raise ValueError(
+            f"parameter '{param.fqn}' is tied to one that an earlier fully_shard call has sharded with (mesh, "
+            f"param_dtype, reduce_dtype, offload) = {theirs}; this call has {ours}. Give both calls the same"
+        )
+    if param.shape and (known := FSDPParamGroup.of(param).settings.communication.compression) != compression:
+        raise ValueError(
+            f"parameter '{param.fqn}' is tied to one that an earlier fully_shard call has sharded with "
+            f"compression_policy={known}; this call has {compression}. Give both calls the same"
+        )
 
 
-def _join_ties(state: FSDPState, managed: Managed) -> None:
+def _join_tie(state: FSDPState, param: FSDPParam, slots: Sequence[Slot]) -> None:
     """A parameter of an earlier call that this call's modules hold too becomes a group that both calls use."""
-    for param, slots in managed.ties:
-        param.slots += tuple(slot for slot in slots if slot not in param.slots)
-        param.register(param.sharded_param)
-        group = FSDPParamGroup.of(param)
-        group.reshard()
-        if len(group.params) > 1:
-            shared = group.split_off(param)
-            for user in list(group.users):
-                user.add_group(shared)
-            group = shared
-        group.plans = None
-        state.add_group(group)
+    param.slots.extend(slot for slot in slots if slot not in param.slots)
+    param.register(param.sharded_param)
+    group = FSDPParamGroup.of(param)
+    group.reshard()
+    if len(group.params) > 1:
+        shared = group.split_off(param)
+        for user in list(group.users):
+            user.add_group(shared)
+        group = shared
+    group.plans = None
+    state.add_group(group)
 
 
 def _watch_state_dicts(state: FSDPState, modules: Sequence[nn.Module]) -> None:

@@ -116,14 +116,15 @@ class CommContext:
         unshard. An optimizer that steps in backward needs no such call: a gradient is delivered only after every peer
         has sent its part, which it computed from shards it had read.
         """
-        gathers, self._read_by_peers = self._read_by_peers, []
+        gathers = self._read_by_peers.copy()
+        self._read_by_peers.clear()
         try:
             for ticket, _ in gathers:
                 ticket.wait()
             for transport in {transport for _, transport in gathers}:
                 transport.wait_until_read()
         except BaseException:
-            self._read_by_peers = [*gathers, *self._read_by_peers]  # left to the recovery
+            self._read_by_peers[:0] = gathers  # left to the recovery
             raise
 
     def finish_reductions(self) -> None:
@@ -157,7 +158,8 @@ class CommContext:
         self._with_inputs.clear()
         while self._in_flight:
             _wait_or_abandon(self._in_flight.popleft())
-        gathers, self._read_by_peers = self._read_by_peers, []
+        gathers = self._read_by_peers.copy()
+        self._read_by_peers.clear()
         for ticket, _ in gathers:
             _wait_or_abandon(ticket)
         for transport in {transport for _, transport in gathers}:

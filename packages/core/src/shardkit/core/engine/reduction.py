@@ -109,7 +109,9 @@ def take_gradients(
             "its gradient yourself"
         )
     if alike:
-        gradients = [one.to(param.sums_dtype or one.dtype) for param, one in zip(params, gradients, strict=True)]
+        gradients = [
+            one.to(param.gradient_dtype.sums or one.dtype) for param, one in zip(params, gradients, strict=True)
+        ]
     return params, gradients
 
 
@@ -126,7 +128,7 @@ def buckets(
     """
     common = _common_dtype(params, gradients) if GRAD_DTYPE_DECIDES else None
     dtypes = [*map(_dtype_of, gradients)]
-    sums = [common or param.sums_dtype or dtype for param, dtype in zip(params, dtypes, strict=True)]
+    sums = [common or param.gradient_dtype.sums or dtype for param, dtype in zip(params, dtypes, strict=True)]
     kinds = [*zip(dtypes, sums, strict=True)]
     # Loops in C: this runs for each gradient, in every step.
     found = [
@@ -148,7 +150,7 @@ def buckets(
 
 def _common_dtype(params: Sequence[FSDPParam], gradients: list[torch.Tensor]) -> torch.dtype:
     """The dtype that holds the sums of all `gradients` of a group, and partial sums that wait for an all-reduce."""
-    dtypes = {param.sums_dtype or gradient.dtype for param, gradient in zip(params, gradients, strict=True)}
+    dtypes = {param.gradient_dtype.sums or gradient.dtype for param, gradient in zip(params, gradients, strict=True)}
     dtypes.update(param.partial.dtype for param in params if param.partial is not None)
     return functools.reduce(torch.promote_types, dtypes)
 
@@ -216,7 +218,7 @@ def _reduce(
             _run_hook(hook, output, settings.all_reduce_hook_stream)
         if division.after_all is not None and division.after_all != 1:
             output.div_(division.after_all)
-        dtypes = {param.delivered_dtype or output.dtype for param in params}
+        dtypes = {param.gradient_dtype.delivered or output.dtype for param in params}
         if len(dtypes) == 1 and output.dtype not in dtypes:
             views = views_of(output.to(dtypes.pop()))
         for param, view in zip(params, views, strict=True):

@@ -117,12 +117,14 @@ class Backward:
         builds_graph: whether it builds a graph (`create_graph=True`).
         timetable: the states that it is expected to visit.
         set_aside: passes that another backward will visit.
+        leaving: states that it has left, whose predecessors have yet to begin.
     """
 
     number: int
     builds_graph: bool
     timetable: Timetable
     set_aside: list[Pass]
+    leaving: int = 0
 
 
 class Schedule(Generic[_S]):
@@ -144,7 +146,6 @@ class Schedule(Generic[_S]):
         backwards: number of backwards that have ended.
         states: those below the root by index, root first, in the order of `named_modules`; dead ones have been deleted.
         forward_numbers: the next ones.
-        leaving: states that backward has left, whose predecessors have yet to begin.
     """
 
     def __init__(self, context: CommContext) -> None:
@@ -161,7 +162,6 @@ class Schedule(Generic[_S]):
         self.unfinalized = False
         self.post_optim_event: Any = None
         self.backwards = 0
-        self.leaving = 0
         self.states: list[weakref.ReferenceType[_S]] = []
         self.forward_numbers = itertools.count(1)
         self._pass_numbers = itertools.count(1)

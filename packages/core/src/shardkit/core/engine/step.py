@@ -280,7 +280,7 @@ class FSDPState:
         if not unique or not self.groups:
             return args, kwargs
         watched = dict(zip(unique, self._inputs.apply(self, *unique.values()), strict=True))  # type: ignore[no-untyped-call]
-        self._wrapped_inputs += zip(unique.values(), watched.values(), strict=True)
+        self._wrapped_inputs.extend(zip(unique.values(), watched.values(), strict=True))
         return map_tensors(lambda tensor: watched.get(id(tensor), tensor), (args, kwargs))  # type: ignore[no-any-return]
 
     @functools.cached_property
@@ -551,20 +551,21 @@ class FSDPState:
         A loop, because no hook may report that backward leaves that one either, and there may be thousands: a model
         with many inputs that need no gradient, or forwards whose outputs nobody has used.
         """
-        schedule = self.schedule
-        schedule.leaving += 1
-        if schedule.leaving > 1:  # called by a state that the loop below enters
+        schedule, backward = self.schedule, self.schedule.backward
+        assert backward is not None
+        backward.leaving += 1
+        if backward.leaving > 1:  # called by a state that the loop below enters
             return
         try:
-            while schedule.leaving and schedule.passes:
+            while backward.leaving and schedule.passes:
                 following = schedule.passes[-1]
                 state = schedule.states[following.state]()
                 if state is None:
                     break
                 state.pre_backward(of=following)
-                schedule.leaving -= 1
+                backward.leaving -= 1
         finally:
-            schedule.leaving = 0
+            backward.leaving = 0
 
     def _enter_parent(self, of: Pass) -> None:
         """Backward enters the pass around this one, if there is one."""

@@ -310,6 +310,7 @@ class SubclassGather:
         sharded: how the parameter is cut.
         layouts: of the tensors to gather, which may be others at each gather.
         shapes: in which the second hook gets them.
+        own_bytes: of memory that the second hook has allocated besides the gathered tensors.
     """
 
     fqn: str
@@ -323,6 +324,7 @@ class SubclassGather:
     dtypes: tuple[torch.dtype, ...] | None = None
     inner: tuple[torch.Tensor, ...] = field(default=())
     inner_bytes: tuple[int, ...] = ()
+    own_bytes: int = 0
 
     @staticmethod
     def wanted_by(local: torch.Tensor, fqn: str) -> bool:
@@ -415,6 +417,10 @@ class SubclassGather:
             return None
         tensor, inner = hook(gathered, self.metadata, dtype)
         self.inner = tuple(inner)
-        self.inner_bytes = tuple(one.untyped_storage().nbytes() for one in self.inner)
+        storages = [one.untyped_storage() for one in self.inner]
+        self.inner_bytes = tuple(storage.nbytes() for storage in storages)
+        flats = {flat.untyped_storage().data_ptr() for flat in targets}
+        own = {storage.data_ptr(): storage.nbytes() for storage in storages}
+        self.own_bytes = sum(nbytes for address, nbytes in own.items() if address not in flats)
         assert isinstance(tensor, torch.Tensor)
         return tensor

@@ -22,13 +22,17 @@ class GradientDtype:
     """The `grad_dtype` that the user has set for one parameter, and its consequences.
 
     Attributes:
-        is_set: whether the user has; then `dtype` is it.
+        sums: the dtype of sums; None for the dtype of the gradient.
+        delivered: the dtype of the sharded gradient; None for the dtype of the sum.
+        is_set: whether the user has.
         may_defer: whether sums are wider than the computation, so that their cast can be deferred.
     """
 
     def __init__(self) -> None:
+        self.sums: torch.dtype | None = None
+        self.delivered: torch.dtype | None = None
         self.is_set = False
-        self.dtype: torch.dtype | None = None
+        self._dtype: torch.dtype | None = None
         self._follows = False  # whether autograd has been configured
         self.may_defer = False
 
@@ -36,12 +40,20 @@ class GradientDtype:
         """Takes over the setting of `parameter`. Casts, moves and assigning loads replace parameters without it."""
         is_set, dtype = grad_dtype_of(parameter)
         if is_set:
-            self.is_set, self.dtype = True, dtype
+            self.is_set, self._dtype = True, dtype
+
+    def decide(self, reduce_dtype: torch.dtype | None, original: torch.dtype) -> None:
+        """Decides on the dtypes of a parameter of dtype `original`."""
+        self.delivered = self._dtype if self.is_set else original
+        if reduce_dtype is not None:
+            self.sums = reduce_dtype
+        else:
+            self.sums = self.delivered if self.is_set or GRAD_DTYPE_DECIDES else None
 
     def put_on(self, sharded: torch.Tensor) -> None:
         """Sets it on the sharded parameter, if the user has set it."""
         if self.is_set:
-            sharded.grad_dtype = self.dtype
+            sharded.grad_dtype = self._dtype
 
     def take_out(self, sharded: torch.Tensor) -> torch.Tensor | None:
         """Before a cast or move of the module: removes a gradient whose dtype must not follow the parameter's."""
@@ -58,11 +70,12 @@ class GradientDtype:
         if gradient is not None:
             sharded.grad = gradient.to(sharded.device)
 
-    def prepare(self, unsharded: torch.Tensor, sums: torch.dtype | None, sums_elsewhere: bool) -> None:
+    def prepare(self, unsharded: torch.Tensor, *, sums_elsewhere: bool) -> None:
         """Tells autograd to leave gradients in the dtype of sums on a new unsharded parameter.
 
         `sums_elsewhere`: whether they may be summed over axes that are not data-parallel before.
         """
+        sums = self.sums
         follows = GRAD_DTYPE_DECIDES or self.is_set or (sums_elsewhere and sums is not None)
         self._follows = follows and unsharded.dtype.is_floating_point
         self.may_defer = False
@@ -80,11 +93,10 @@ class GradientDtype:
         """
         unsharded.grad_dtype = None
 
-    @staticmethod
-    def stop_deferring(unsharded: torch.Tensor, sums: torch.dtype | None) -> None:
+    def stop_deferring(self, unsharded: torch.Tensor) -> None:
         """Ends `defer`."""
-        unsharded.grad_dtype = sums
+        unsharded.grad_dtype = self.sums
 
-    def fresh(self, compute: torch.dtype, sums: torch.dtype | None) -> torch.dtype:
+    def fresh(self, compute: torch.dtype) -> torch.dtype:
         """The dtype that every rank expects for a gradient of one backward."""
-        return compute if sums is None or self.may_defer or not self._follows else sums
+        return compute if self.sums is None or self.may_defer or not self._follows else self.sums

@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor
 
 from shardkit.core.torch_compat import (
     gradient_hooks,
+    has_gradient_hooks,
     move_hooks,
     move_post_accumulate_grad_hooks,
-    post_accumulate_grad_hooks,
     wraps_tensors,
 )
 
@@ -44,7 +44,7 @@ def move_gradient_hooks(original: torch.Tensor, sharded: torch.Tensor, name: Cal
 
     `name` returns the FQN for that error.
     """
-    if gradient_hooks(original) or post_accumulate_grad_hooks(original):
+    if has_gradient_hooks(original):
         requires_grad = sharded.requires_grad
         sharded.requires_grad_()  # it may have been frozen since
         move_hooks(original, sharded)

@@ -64,7 +64,6 @@ from shardkit.core.runtime.storage import (
 )
 from shardkit.core.stock_names import PARAM_NAMES, answers_stock_names
 from shardkit.core.torch_compat import (
-    GRAD_DTYPE_DECIDES,
     has_gradient_hooks,
     is_plain,
     lies_like,
@@ -170,7 +169,7 @@ class FSDPParam:
         self,
         original: nn.Parameter,
         fqn: str,
-        slots: tuple[Slot, ...],
+        slots: list[Slot],
         mesh: DataParallelMesh,
         placement: Placement | None,
         form: ParameterForm,
@@ -186,8 +185,6 @@ class FSDPParam:
         self.mp_policy = mp_policy.for_parameter(original, fqn)
         self.gradient_dtype = GradientDtype()
         self.gradient_dtype.note(original)
-        self.sums_dtype: torch.dtype | None = None  # set by `_note_dtypes`, as the next
-        self.delivered_dtype: torch.dtype | None = None
         self.offload = offload_policy if isinstance(offload_policy, CPUOffloadPolicy) else None
         self.pinned = self.offload is not None and self.offload.pin_memory and device.type != "cpu"
         self.form = form
@@ -209,7 +206,6 @@ class FSDPParam:
         _sharded[id(self.sharded_param)] = self
         self.flats: list[torch.Tensor] = []
         self.targets: list[torch.Tensor] = []
-        self._inner_bytes = 0  # of a tensor subclass, besides the flats
         self.unsharded_param: nn.Parameter | None = None
         self.unsharded_storage: torch.UntypedStorage | None = None  # that it was made over; None for a DTensor
         self.accumulated: torch.Tensor | None = None
@@ -233,7 +229,7 @@ class FSDPParam:
         _became.pop(parameter, None)  # where one that was replaced comes back
         if not (loading and self.gradient_dtype.is_set):
             self.gradient_dtype.note(parameter)
-        self._note_dtypes()
+        self.gradient_dtype.decide(self.mp_policy.reduce_dtype, self.orig_dtype)
         self.gradient_dtype.put_on(parameter)
         self.sharded_param = parameter
         self.origin = parameter.untyped_storage()
@@ -275,7 +271,7 @@ class FSDPParam:
         self.subclass = None
         if SubclassGather.wanted_by(local, self.fqn):
             self.subclass = SubclassGather(self.fqn, self.mesh.shard_mesh, self.shape, self.layout, self.mp_policy)
-        self._note_dtypes()
+        self.gradient_dtype.decide(self.mp_policy.reduce_dtype, self.orig_dtype)
         # At world size 1 nothing is gathered: the unsharded parameter is the shard itself.
         self.aliased = (
             self.mesh.shard_size == 1
@@ -293,7 +289,7 @@ class FSDPParam:
                 unsharded.data = local.view(self.shape)
                 self.unsharded_storage = unsharded.untyped_storage()
         self.watch_direct_gradients()
-        if self.accumulated is not None and self.accumulated.dtype != (dtype := self.sums_dtype or self.dtype):
+        if self.accumulated is not None and self.accumulated.dtype != (dtype := self.gradient_dtype.sums or self.dtype):
             self.accumulated = self.accumulated.to(dtype)  # the dtype of later gradients
 
     def watch_direct_gradients(self) -> None:
@@ -305,7 +301,6 @@ class FSDPParam:
         """Makes the next gather create a new one. A waiting gradient is kept; a later one is refused."""
         self.flats = []
         self.targets = []
-        self._inner_bytes = 0
         self.unsharded_storage = None
         unsharded, self.unsharded_param = self.unsharded_param, None
         if unsharded is None:
@@ -318,7 +313,7 @@ class FSDPParam:
     @property
     def _unsharded_kind(self) -> tuple[object, ...]:
         """The properties that determine how the unsharded parameter is made, and its gradients."""
-        return self.dtype, self.sums_dtype, self.aliased, self.subclass is None
+        return self.dtype, self.gradient_dtype.sums, self.aliased, self.subclass is None
 
     @property
     def shard_to_share(self) -> torch.Tensor | None:
@@ -341,7 +336,7 @@ class FSDPParam:
     def check_ready(self) -> None:
         """Before the first gather: raises RuntimeError if the shard is on the wrong device."""
         self.gradient_dtype.note(self.sharded_param)
-        self._note_dtypes()
+        self.gradient_dtype.decide(self.mp_policy.reduce_dtype, self.orig_dtype)
         seen, offloaded = self._local.device, self.offload is not None
         expected = "cpu" if offloaded else self.device.type
         if seen.type == "meta":
@@ -405,7 +400,8 @@ class FSDPParam:
         if self.aliased:
             return 0
         if self.flats:
-            return sum(flat.numel() * flat.itemsize for flat in self.flats) + self._inner_bytes
+            inner = 0 if self.subclass is None else self.subclass.own_bytes
+            return sum(flat.numel() * flat.itemsize for flat in self.flats) + inner
         return self.layout.flat_numel * self.dtype.itemsize
 
     def make_unsharded(self) -> nn.Parameter:
@@ -416,7 +412,6 @@ class FSDPParam:
             # itself, as the hook may put new metadata, such as a scale, on the object.
             gathered = [raw_view(flat)[: target.numel()] for flat, target in zip(self.flats, self.targets, strict=True)]
             tensor = self.subclass.unsharded(self._local, gathered, self.dtype, self.unsharded_param)
-            self._inner_bytes = self._count_inner_bytes()
             if tensor is None:
                 assert self.unsharded_param is not None
                 return self.unsharded_param
@@ -431,19 +426,13 @@ class FSDPParam:
             cls = self._unsharded_class if self.subclass is None else nn.Parameter
             unsharded = new_parameter(self.form.unsharded(tensor), cls, self.sharded_param.requires_grad)
         unsharded.__dict__.update(user_attributes(self.sharded_param))
-        self.gradient_dtype.prepare(unsharded, self.sums_dtype, self.form.sums_elsewhere)
+        self.gradient_dtype.prepare(unsharded, sums_elsewhere=self.form.sums_elsewhere)
         _became[unsharded] = weakref.ref(self)
         self.unsharded_param = unsharded
         storage = unsharded.untyped_storage()
         storage.__dict__[_OWNER] = weakref.ref(self)
         self.unsharded_storage = None if isinstance(unsharded, DTensor) else storage
         return unsharded
-
-    def _count_inner_bytes(self) -> int:
-        """Bytes that a subclass's hook has allocated besides the flat tensors."""
-        assert self.subclass is not None
-        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in self.subclass.inner}
-        return sum(storage.size() for address, storage in storages.items() if address not in self.memory)
 
     def register(self, parameter: nn.Parameter) -> None:
         """Puts `parameter` into every slot."""
@@ -475,19 +464,10 @@ class FSDPParam:
 
     # -- gradients -----------------------------------------------------------------------------------------------------
 
-    def _note_dtypes(self) -> None:
-        """Caches the dtypes of sums and delivered gradients; None for the dtype of the gradient, or of the sum."""
-        users = self.gradient_dtype
-        self.delivered_dtype = users.dtype if users.is_set else self.orig_dtype
-        if self.mp_policy.reduce_dtype is not None:
-            self.sums_dtype = self.mp_policy.reduce_dtype
-        else:
-            self.sums_dtype = self.delivered_dtype if users.is_set or GRAD_DTYPE_DECIDES else None
-
     def take_gradients(self) -> torch.Tensor | None:
         """Before a cast or move of the module: takes away a gradient with a dtype of its own."""
         gradient = self.gradient_dtype.take_out(self.sharded_param)
-        self._note_dtypes()
+        self.gradient_dtype.decide(self.mp_policy.reduce_dtype, self.orig_dtype)
         return gradient
 
     def put_gradients_back(self, gradient: torch.Tensor | None) -> None:
@@ -503,17 +483,17 @@ class FSDPParam:
     def end_deferring(self) -> None:
         """After its gradients have been taken: ends `defer_cast`."""
         unsharded = self.unsharded_param
-        if unsharded is not None and (unsharded.grad is None or unsharded.grad.dtype == self.sums_dtype):
-            self.gradient_dtype.stop_deferring(unsharded, self.sums_dtype)
+        if unsharded is not None and (unsharded.grad is None or unsharded.grad.dtype == self.gradient_dtype.sums):
+            self.gradient_dtype.stop_deferring(unsharded)
 
     def accumulate_unsharded(self) -> None:
-        """Keeps the gradient of a backward without sync in `sums_dtype`, until it is reduced."""
+        """Keeps the gradient of a backward without sync in the dtype of sums, until it is reduced."""
         if (parameter := self.unsharded_param) is None or parameter.grad is None:
             return
         if self.accumulated is not None:
             self.accumulated += parameter.grad
             parameter.grad = None
-        elif (dtype := self.sums_dtype) is not None and dtype != parameter.grad.dtype:
+        elif (dtype := self.gradient_dtype.sums) is not None and dtype != parameter.grad.dtype:
             self.accumulated = parameter.grad.to(dtype)
             parameter.grad = None
 
@@ -550,7 +530,7 @@ class FSDPParam:
             if fresh is not None:
                 gradient += fresh
         elif zeros_if_unused or waits:  # ranks send zeros or gradients, of the same dtype
-            dtype = self.gradient_dtype.fresh(self.dtype, self.sums_dtype)
+            dtype = self.gradient_dtype.fresh(self.dtype)
             if gradient is not None:
                 gradient = gradient.to(dtype)
             elif waits or (parameter is not None and parameter.requires_grad):
@@ -561,13 +541,13 @@ class FSDPParam:
         return gradient if self._cut_in_its_shape else gradient.reshape(self.layout.shape)
 
     def deliver(self, gradient: torch.Tensor) -> None:
-        """Makes a reduced shard the sharded gradient, in `delivered_dtype`, or adds it to the existing one.
+        """Makes a reduced shard the sharded gradient, in its dtype, or adds it to the existing one.
 
         Copies to pinned memory overlap, unless host code reads them at once; the end of backward waits for them.
         """
         sharded: Any = self.sharded_param
         existing, with_hooks = sharded.grad, has_gradient_hooks(sharded)
-        if (dtype := self.delivered_dtype) is not None and gradient.dtype != dtype:
+        if (dtype := self.gradient_dtype.delivered) is not None and gradient.dtype != dtype:
             gradient = gradient.to(dtype)
         gradient = gradient if gradient.shape == self.local_shape else gradient.view(self.local_shape)
         if self.offload is not None and gradient.device.type != "cpu":
