@@ -261,36 +261,6 @@ MODELS = {
 }
 
 
-class Routes(nn.Module):
-    """Blocks that are nested, skipped, repeated, called with a keyword, and one that calls itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.outer = nn.Sequential(nn.Linear(4, 4), Block(4, 5))
-        self.maybe = Block(4, 3)
-        self.again = Block(4, 6)
-        self.inward = Inward()
-        self.nothing = nn.Tanh()
-
-    def forward(self, x: Tensor, route: str) -> Tensor:
-        for letter in route:
-            if letter == "i":
-                x = self.inward(x, depth=3)
-            else:
-                x = {"o": self.outer, "m": self.maybe, "a": self.again, "n": self.nothing}[letter](x)
-        return x
-
-
-class Inward(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor, *, depth: int) -> Tensor:
-        x = torch.tanh(self.linear(x))
-        return self(x, depth=depth - 1) + x if depth else x
-
-
 class GatedBlock(nn.Module):
     def __init__(self, width: int = 16) -> None:
         super().__init__()

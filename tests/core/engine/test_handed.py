@@ -121,38 +121,3 @@ def test_a_recomputation_is_not_given_what_others_added(rank: int, world_size: i
     twins = Twins.of(rank, world_size, lambda: _model(_recompute, "list"), _shard)
     for _ in range(2):
         twins.step(lambda model, of: model(batch(of, 2, 5).requires_grad_()))
-
-
-def _both() -> nn.Module:
-    """A module that fills a list and a dict, and one of the same group that calls it and reads them at once."""
-
-    def fill(module: Any, x: Tensor, losses: list[Tensor], calls: dict[str, Any]) -> Tensor:
-        hidden = module.linear(x)
-        losses.append(hidden.float().square().mean())
-        calls["count"] = calls.get("count", 0) + 1
-        return hidden
-
-    def read(module: Any, x: Tensor) -> Tensor:
-        losses, calls = [torch.zeros(())], {"scale": torch.ones(())}
-        hidden = module.others[0](module.linear(x), losses, calls)
-        assert (len(losses), calls["count"]) == (2, 1)
-        return hidden.square().mean() + sum(losses)
-
-    filling = Composed(fill, linear=nn.Linear(5, 5))
-    reading = Composed(read, linear=nn.Linear(5, 5), others=[filling])
-    return Composed(lambda module, x: module.reading(x), filling=filling, reading=reading)
-
-
-@on_ranks(2)
-def test_a_module_reads_what_another_of_its_group_has_left(rank: int, world_size: int) -> None:
-    def shard(model: Any, **options: Any) -> None:
-        fully_shard([model.reading, model.filling], **options)
-        fully_shard(model, **options)
-
-    twins = Twins.of(rank, world_size, _both, shard)
-    for _ in range(2):
-        twins.step(lambda model, of: model(batch(of, 2, 5).requires_grad_()))
-    model = _both()
-    shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))  # inputs are cast, so copied
-    model(batch(rank, 2, 5)).backward()
-    assert model.filling.linear.weight.grad is not None

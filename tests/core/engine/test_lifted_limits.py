@@ -87,7 +87,13 @@ def _in_groups(model: Any, **options: Any) -> None:
     shard_each([model.embedding, model.blocks[0]], [model.blocks[1], model.head], model, **options)
 
 
-TIES = (_both_sharded, _head_first, _head_in_the_root, _in_groups)
+TIES = [
+    (_both_sharded, None),
+    (_both_sharded, False),
+    (_head_first, True),
+    (_head_in_the_root, False),
+    (_in_groups, None),
+]
 
 
 def _tied_loss(path: str) -> Callable[[nn.Module, int], Tensor]:
@@ -118,29 +124,28 @@ def _check_ties(twins: Twins) -> None:
 
 @pytest.mark.daily(world_size=[3])
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize("shard", TIES)
+@pytest.mark.parametrize(("shard", "reshard"), TIES)
 @on_ranks()
-def test_tied_across_groups(rank: int, world_size: int, shard: Callable[..., None]) -> None:
-    for reshard in RESHARD:
-        twins = Twins.of(rank, world_size, _tied, lambda model: shard(model, reshard_after_forward=reshard))  # noqa: B023
+def test_tied_across_groups(rank: int, world_size: int, shard: Callable[..., None], reshard: bool | None) -> None:
+    twins = Twins.of(rank, world_size, _tied, lambda model: shard(model, reshard_after_forward=reshard))
+    _check_ties(twins)
+    for path in ("eh", "eh", "e", "h", "eh"):
+        twins.step(_tied_loss(path))
         _check_ties(twins)
-        for path in ("eh", "eh", "e", "h", "eh"):
-            twins.step(_tied_loss(path))
-            _check_ties(twins)
-        _steps(twins, _tied_loss("eh"), 1)
-        with torch.no_grad():
-            assert_close(_tied_loss("h")(twins.sharded, rank), _tied_loss("h")(twins.whole, rank), "evaluation")
-        for model in (twins.sharded, twins.whole):
-            model.embedding.weight.requires_grad_(False)
-        twins.step(_tied_loss("eh"))
-        for model in (twins.sharded, twins.whole):
-            model.head.weight.requires_grad_(True)
-            model.double()
-        twins.align()  # the two have grown apart by roundings of float32
-        twins.step(_tied_loss("eh"))
-        for model in (twins.sharded, twins.whole):
-            model.float()
-        _check_ties(twins)
+    _steps(twins, _tied_loss("eh"), 1)
+    with torch.no_grad():
+        assert_close(_tied_loss("h")(twins.sharded, rank), _tied_loss("h")(twins.whole, rank), "evaluation")
+    for model in (twins.sharded, twins.whole):
+        model.embedding.weight.requires_grad_(False)
+    twins.step(_tied_loss("eh"))
+    for model in (twins.sharded, twins.whole):
+        model.head.weight.requires_grad_(True)
+        model.double()
+    twins.align()  # the two have grown apart by roundings of float32
+    twins.step(_tied_loss("eh"))
+    for model in (twins.sharded, twins.whole):
+        model.float()
+    _check_ties(twins)
 
 
 @on_ranks(1, 3)
@@ -171,36 +176,6 @@ def _pair() -> nn.Module:
     layers = [nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4)) for _ in range(3)]
     layers[1][1].weight = layers[0][1].weight
     return nn.Sequential(*layers)
-
-
-@on_ranks(2)
-def test_settings_of_a_tied_parameter(rank: int, world_size: int) -> None:
-    """A setting made before a later call finds the tie also holds for the tied parameter."""
-    factor = 0.5
-
-    def shard(model: Any) -> None:
-        fully_shard(model[0])
-        model[0].set_gradient_divide_factor(factor)
-        shard_each(model[1], model)
-
-    twins = Twins.of(rank, world_size, _pair, shard)
-    twins.backward(_vector_loss)
-    expected = twins.whole[0][1].weight.grad * (world_size / factor)
-    assert_close(twins.sharded[0][1].weight.grad, expected, "tied")
-
-
-@on_ranks(2)
-def test_a_tie_to_a_group_that_is_gathered(rank: int, world_size: int) -> None:
-    model: Any = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
-    model[1].weight = model[0].weight
-    fully_shard(model[0])
-    model[0].unshard()
-    fully_shard(model[1])
-    model[0].reshard()
-    fully_shard(model)
-    _vector_loss(model, rank).backward()
-    assert model[0].weight is model[1].weight
-    assert model[0].weight.grad is not None
 
 
 @on_ranks(2)
@@ -247,18 +222,18 @@ def test_zero_dim_parameters(rank: int, world_size: int) -> None:
     if world_size == 4:
         meshes.append(rank_mesh((2, 2), ("replicate", "shard")))
     for mesh in meshes:
-        for reshard in RESHARD:
-            for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(reduce_dtype=torch.float64)):
-                options = {"mesh": mesh, "reshard_after_forward": reshard, "mp_policy": policy}
-                twins = Twins.of(rank, world_size, _scaled, lambda model: shard_children(model, **options))  # noqa: B023
-                for scalar in (twins.sharded.temperature, twins.sharded.block.gain, twins.sharded.lonely.shift):
-                    assert scalar.placements == (Replicate(),) * mesh.ndim
-                    assert scalar.to_local().shape == ()
-                _steps(twins, _vector_loss)
-                gain = twins.sharded.block.gain.to_local().clone()
-                everyone = [torch.empty_like(gain) for _ in range(world_size)]
-                dist.all_gather(everyone, gain.detach())
-                assert all(torch.equal(one, gain) for one in everyone)
+        for reshard, reduce_dtype in ((None, None), (True, torch.float64), (False, None)):
+            policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
+            options = {"mesh": mesh, "reshard_after_forward": reshard, "mp_policy": policy}
+            twins = Twins.of(rank, world_size, _scaled, lambda model: shard_children(model, **options))  # noqa: B023
+            for scalar in (twins.sharded.temperature, twins.sharded.block.gain, twins.sharded.lonely.shift):
+                assert scalar.placements == (Replicate(),) * mesh.ndim
+                assert scalar.to_local().shape == ()
+            _steps(twins, _vector_loss)
+            gain = twins.sharded.block.gain.to_local().clone()
+            everyone = [torch.empty_like(gain) for _ in range(world_size)]
+            dist.all_gather(everyone, gain.detach())
+            assert all(torch.equal(one, gain) for one in everyone)
     _round_trip(twins.sharded, shard_children(_scaled()))
 
 
@@ -366,35 +341,34 @@ def _longest_dim(parameter: nn.Parameter) -> Shard | None:
 def test_any_dim_and_layout(
     rank: int, world_size: int, placement: Callable[[nn.Parameter], Shard | None] | None
 ) -> None:
-    for reshard in RESHARD:
-        for param_dtype in (None, torch.float64):
+    for reshard, param_dtype in ((None, None), (False, None), (True, torch.float64)):
 
-            def shard(model: Any) -> None:
-                fully_shard(
-                    model,
-                    reshard_after_forward=reshard,  # noqa: B023
-                    shard_placement_fn=placement,
-                    mp_policy=MixedPrecisionPolicy(param_dtype=param_dtype, output_dtype=torch.float32),  # noqa: B023
-                )
+        def shard(model: Any) -> None:
+            fully_shard(
+                model,
+                reshard_after_forward=reshard,  # noqa: B023
+                shard_placement_fn=placement,
+                mp_policy=MixedPrecisionPolicy(param_dtype=param_dtype, output_dtype=torch.float32),  # noqa: B023
+            )
 
-            twins = Twins.of(rank, world_size, _odd, shard)
-            for fqn, parameter in twins.whole.named_parameters():
-                chosen = placement(parameter) if placement else None
-                dim = 0 if chosen is None else chosen.dim % parameter.ndim
-                sharded = twins.sharded.get_parameter(fqn)
-                assert sharded.placements == (Shard(dim),), fqn
-                chunks = torch.chunk(parameter, world_size, dim)
-                length = chunks[rank].shape[dim] if rank < len(chunks) else 0
-                assert sharded.to_local().shape[dim] == length, fqn
-                assert sharded.is_contiguous(), fqn
-                assert torch.equal(sharded.full_tensor(), parameter), fqn
-            if param_dtype is None:
-                _steps(twins, _ODD_LOSS)
-                continue
-            _ODD_LOSS(twins.sharded, rank).backward()  # computed in float64 from float32 shards
-            assert all(one.grad.dtype == one.dtype == torch.float32 for one in twins.sharded.parameters())
-            twins.reference_backward(_ODD_LOSS)
-            twins.check_gradients()
+        twins = Twins.of(rank, world_size, _odd, shard)
+        for fqn, parameter in twins.whole.named_parameters():
+            chosen = placement(parameter) if placement else None
+            dim = 0 if chosen is None else chosen.dim % parameter.ndim
+            sharded = twins.sharded.get_parameter(fqn)
+            assert sharded.placements == (Shard(dim),), fqn
+            chunks = torch.chunk(parameter, world_size, dim)
+            length = chunks[rank].shape[dim] if rank < len(chunks) else 0
+            assert sharded.to_local().shape[dim] == length, fqn
+            assert sharded.is_contiguous(), fqn
+            assert torch.equal(sharded.full_tensor(), parameter), fqn
+        if param_dtype is None:
+            _steps(twins, _ODD_LOSS)
+            continue
+        _ODD_LOSS(twins.sharded, rank).backward()  # computed in float64 from float32 shards
+        assert all(one.grad.dtype == one.dtype == torch.float32 for one in twins.sharded.parameters())
+        twins.reference_backward(_ODD_LOSS)
+        twins.check_gradients()
     other = _odd()
     shard(other)
     _round_trip(twins.sharded, other)

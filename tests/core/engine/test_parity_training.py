@@ -44,32 +44,6 @@ def test_feature(feature: str, world_size: int) -> None:
     run_ranks(world_size, compare_training, Case(model_for((feature,)), (feature,)))
 
 
-@pytest.mark.daily(world_size=[3])
-@pytest.mark.parametrize("world_size", [3, 4])
-@pytest.mark.parametrize("feature", [None, "bfloat16_reduce_float32", "accumulate_no_sync", "replicate_only"])
-def test_sums_of_gloo(feature: str | None, world_size: int) -> None:
-    """Stock left as it is: gloo adds in another order, so the comparison has a tolerance."""
-    features = (feature,) if feature else ()
-    run_ranks(world_size, compare_training, Case("mlp", features, oracle_sums="gloo"))
-
-
-@pytest.mark.daily(world_size=[3])
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize(
-    ("model", "optimizer"),
-    [
-        ("mlp", "sgd"),
-        ("transformer", "adamw"),
-        ("frozen", "sgd"),
-        ("nested_outputs", "adamw"),
-        ("repeated_forward", "sgd"),
-    ],
-)
-def test_single_process(model: str, optimizer: str, world_size: int) -> None:
-    """No oracle but the mathematics: one process, float64, the ranks' batches together."""
-    run_ranks(world_size, compare_with_single_process, Case(model, optimizer=optimizer))
-
-
 @pytest.mark.parametrize(
     "case",
     [

@@ -373,24 +373,6 @@ def test_a_step_or_a_norm_without_them_is_refused(rank: int, world_size: int, me
         use()
 
 
-@on_ranks(2)
-def test_a_closure_that_leaves_them_is_refused(rank: int, world_size: int) -> None:
-    model: Any = _Skipping()
-    _shard_all(rank_mesh((world_size,)))(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = _loss(model, rank)
-        loss.backward()
-        return loss
-
-    optimizer.step(closure)
-    model.set_requires_gradient_sync(False)
-    with pytest.raises(RuntimeError, match=r"a gradient of parameter 'gain' waits for its reduction"):
-        optimizer.step(closure)
-
-
 @on_ranks(2, 4)
 def test_sums_of_hsdp_of_frozen_and_cast_parameters(rank: int, world_size: int) -> None:
     """A parameter frozen before the all-reduce gets the gradient of the backwards before. A cast is refused."""

@@ -294,17 +294,6 @@ def test_frozen_groups_that_backward_does_not_need(rank: int, world_size: int) -
             assert "blocks.0" not in meter.gathers
 
 
-@on_ranks(2)
-def test_evaluation_with_parameters_kept(rank: int, world_size: int) -> None:
-    """`reshard_after_forward=False` keeps the groups that fit, also when no backward follows."""
-    model = _tower(rank_mesh((world_size,)), EVERYTHING, reshard_after_forward=False)
-    for count in (7, 0, 0):
-        meter = Meter()
-        with events.subscribe(meter), torch.no_grad():
-            model(batch(rank, 4, WIDTH))
-        assert len(meter.gathers) == count
-
-
 # -- nested, recomputed, in a new order --------------------------------------------------------------------------------
 
 
@@ -326,14 +315,13 @@ def _nested(draw: random.Random) -> Any:
     return Composed(run, blocks=blocks, inner=inner, order=list(range(len(blocks))))
 
 
-@pytest.mark.parametrize("mesh", MESHES)
 @on_ranks(2)
-def test_a_budget_holds_for_random_models(rank: int, world_size: int, mesh: str) -> None:
-    for seed in range(24):
+def test_a_budget_holds_for_random_models(rank: int, world_size: int) -> None:
+    for seed in range(12):
         draw = random.Random(seed)
         torch.manual_seed(seed)
         model = _nested(draw)
-        shard_each(*model.inner, *model.blocks, model, mesh=MESHES[mesh]((world_size,)))
+        shard_each(*model.inner, *model.blocks, model, mesh=list(MESHES.values())[seed % 2]((world_size,)))
         model(batch(rank, 4, WIDTH)).square().mean().backward()
         needs = sorted(_needs(model).values())
         model.set_prefetch_budget(budget := sum(needs[-2:]) + draw.randrange(needs[-1]))
