@@ -9,8 +9,6 @@ from torch import nn
 
 from shardkit.core import fully_shard
 from shardkit.core.checkpoint import CheckpointManager, TrainingState
-from shardkit.core.checkpoint.leaves import flatten
-from shardkit.core.checkpoint.plan import holding_of, part_of
 from tests.core.checkpoint.trainee import differences
 from tests.support import rank_mesh, run_ranks
 
@@ -71,31 +69,3 @@ def stages(rank: int, world_size: int, path: Path, sharded: bool) -> list[str]:
 @pytest.mark.parametrize(("world_size", "sharded"), [(2, False), (4, True)])
 def test_stages_of_a_pipeline(tmp_path: Path, world_size: int, sharded: bool):
     assert run_ranks(world_size, stages, tmp_path, sharded) == [[]] * world_size
-
-
-def test_groups_of_the_same_options_are_one():
-    """Matches groups by their numeric options; an unmatched group is added."""
-
-    def leaves(*groups: tuple[float, str]) -> Any:
-        rows = [{"lr": lr, "params": list(names)} for lr, names in groups]
-        return flatten({"param_groups": rows, "state": {}}, ("optimizer",))
-
-    ranks = [
-        leaves((0.1, "a"), (0.1, "b")),
-        leaves((0.2, "c"), (0.1, "d"), (0.1, "e")),
-        leaves((0.1, "f"), (0.1, "ag")),
-    ]
-    holdings = [holding_of(one) for one in ranks]
-    merged: dict[str, Any] = {}
-    for rank, one in enumerate(ranks):
-        part = part_of(one, holdings, rank)
-        assert part.empties == [("optimizer", "state")]
-        merged |= {".".join(str(getattr(p, "at", p)) for p in path[2:]): value for path, value in part.values.items()}
-    assert merged == {
-        "0.lr": 0.1,
-        "0.params": ["a", "e", "f"],
-        "1.lr": 0.1,
-        "1.params": ["b", "d", "a", "g"],
-        "2.lr": 0.2,
-        "2.params": ["c"],
-    }

@@ -1,7 +1,6 @@
 """`directory.py`: which checkpoints stay, and how two runs in one directory may affect each other."""
 
 import builtins
-import contextlib
 import errno
 import io
 import os
@@ -81,23 +80,6 @@ def test_what_dead_runs_have_left_goes(tmp_path: Path):
         (tmp_path / f".step-00000{name}" / "part-0.json").write_text("")
     CheckpointManager(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000002", "step-000003"]
-
-
-def test_new_directories_are_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Each entry on the way to a checkpoint is synced in the directory that it lies in."""
-    synced, fsync = [], os.fsync
-
-    def noted(descriptor: int) -> None:
-        synced.append(str(Path(f"/proc/self/fd/{descriptor}").readlink()))
-        fsync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", noted)
-    path = tmp_path / "a" / "b" / "c"
-    CheckpointManager(path).save(1, TrainingState(torch.nn.Linear(1, 1)), blocking=True)
-    for made in (path, path.parent, path.parent.parent):
-        assert str(made.parent) in synced
-    assert synced[-1] == str(path)
-    assert [Path(one).name.split(".")[-1] for one in synced[-5:-1]] == ["distcp", "metadata", "json", "incomplete"]
 
 
 def test_a_checkpoint_that_cannot_be_replaced_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -251,27 +233,6 @@ def test_what_is_written_offline_is_on_disk_before_it_has_its_name(
     assert seen[synced + 1 :] == ["unlink journal.jsonl", *named, f"fsync {tmp_path.name}"]
 
 
-def test_a_checkpoint_that_is_being_replaced_is_not_brought_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Another manager opens the directory between the two renames: the run goes on, and its new checkpoint stays."""
-    state = TrainingState(torch.nn.Linear(1, 1))
-    manager = CheckpointManager(tmp_path)
-    manager.save(1, state, info={"saved": "first"}, blocking=True)
-    rename, seen = Path.rename, []
-
-    def interrupted(source: Path, target: Path) -> Path:
-        if source.name.endswith(".incomplete"):
-            seen.append(CheckpointManager(tmp_path).checkpoints())
-        return rename(source, target)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "rename", interrupted)
-        manager.save(1, state, info={"saved": "second"}, blocking=True)
-    assert seen == [[]]
-    restored = manager.restore(state)
-    assert restored is not None and restored.info == {"saved": "second"}
-    assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
-
-
 def test_one_that_died_between_the_renames_is_brought_back(tmp_path: Path):
     """The new checkpoint may be incomplete as far as anyone can tell, so the old one comes back."""
     state = TrainingState(torch.nn.Linear(1, 1))
@@ -298,19 +259,6 @@ def test_a_forked_worker_holds_no_lock(tmp_path: Path):
     finally:
         os.kill(worker, signal.SIGKILL)
         os.waitpid(worker, 0)
-
-
-def test_the_first_writer_to_be_done_leaves_the_lock_to_the_others(tmp_path: Path):
-    hidden = tmp_path / ".step-000001.ab.incomplete"
-    first, second = contextlib.ExitStack(), contextlib.ExitStack()
-    first.enter_context(writing_in(hidden))
-    with second:
-        second.enter_context(writing_in(hidden))
-        first.close()
-        remove_unless_written(hidden, tmp_path / "doomed")
-        assert hidden.exists()
-    remove_unless_written(hidden, tmp_path / "doomed")
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_was_found_damaged_keeps_nothing_from_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

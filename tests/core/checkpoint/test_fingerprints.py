@@ -170,16 +170,6 @@ def test_another_value_shows(shape: tuple[int, ...], dtype: torch.dtype):
         assert of(one.T) != same
 
 
-def test_every_fourth_of_4096_is_looked_at():
-    """The step must be odd, so it is five: of any five neighbours one is sampled."""
-    one = torch.randn(4096)
-    same = of(one)
-    for start in range(0, 4092, 93):
-        other = one.clone()
-        other[start : start + 5] += 1
-        assert of(other) != same, start
-
-
 def state_of_one_rank(rank: int, world_size: int, path: Path) -> None:
     def change(rank, model, optimizer, scheduler):
         if rank == 1:

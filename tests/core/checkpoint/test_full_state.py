@@ -19,7 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardkit.core import fully_shard
 from shardkit.core.checkpoint import full_state_dict, load_full_state_dict, save_full_state_dict
 from shardkit.core.checkpoint.sources import open_source
-from shardkit.core.parameters.region import Region, region_at, region_of
 from tests.support import on_ranks, rank_mesh, run_ranks
 
 
@@ -105,53 +104,18 @@ def directory():
         yield Path(path)
 
 
-LAYOUTS = [(1, "flat"), (2, "flat"), (3, "flat"), (4, "flat"), (4, "hsdp"), (4, "both")]
+LAYOUTS = [(1, "flat"), (3, "flat"), (4, "hsdp"), (4, "both")]
 
 
-@on_ranks(1, 2, 3, 4)
-def test_regions_are_those_of_dtensor(rank, world_size):
-    """Our arithmetic against the local tensors that DTensor itself makes."""
-    meshes = [rank_mesh((world_size,), ("shard",))]
-    meshes += [rank_mesh((2, 2), ("outer", "inner"))] if world_size == 4 else []
-    for mesh in meshes:
-        for rows in (0, 1, 3, 7, 8, 13):
-            full = torch.arange(rows * 6).view(rows, 6)
-            one = [[Shard(0)], [Shard(1)], [Replicate()], [_StridedShard(0, split_factor=3)]]
-            two = [
-                [Replicate(), Shard(0)],
-                [Shard(0), Replicate()],
-                [Shard(0), Shard(0)],
-                [Shard(0), Shard(1)],
-                [Shard(1), Shard(1)],
-                [_StridedShard(0, split_factor=2), Shard(0)],
-                [_StridedShard(1, split_factor=2), Shard(1)],
-            ]
-            for placements in one if mesh.ndim == 1 else two:
-                tensor = distribute_tensor(full, mesh, placements, src_data_rank=None)
-                held = region_of("x", tensor)
-                assert held.shape == tuple(tensor.to_local().shape), (rows, placements)
-                assert torch.equal(held.take(full), tensor.to_local()), (rows, placements)
-                copy = torch.full_like(full, -1)
-                held.put(copy, tensor.to_local())
-                assert torch.equal(held.take(copy), tensor.to_local())
-                assert (copy >= 0).sum() == held.numel
-
-
-def test_region_merges_runs_that_touch():
-    strided = [_StridedShard(0, split_factor=2), Shard(0)]
-    assert region_at("x", (8,), strided, (2, 2), (0, 1)) == Region((((4, 6),),))
-    assert region_at("x", (8,), strided[:1], (2,), (0,)) == Region((((0, 2), (4, 6)),))
-    assert region_at("x", (8,), [Shard(0), Replicate()], (1, 2), (0, 1)) == Region.whole((8,))
-    assert region_at("x", (8,), [_StridedShard(0, split_factor=2)], (1,), (0,)) == Region.whole((8,))
-    with pytest.raises(ValueError, match=r"layer\.weight: placements \(Partial"):
-        region_at("layer.weight", (8,), [Partial()], (2,), (0,))
-
-
-# Each layout on the meta device or not, and each of both with `assign` or not.
 @pytest.mark.parametrize(
     ("world_size", "kind", "meta", "assign"),
-    [(*layout, bool(index % 2), bool(index // 2 % 2)) for index, layout in enumerate(LAYOUTS)]
-    + [(2, "flat", True, True)],
+    [
+        (1, "flat", True, False),
+        (2, "flat", True, True),
+        (3, "flat", False, False),
+        (4, "hsdp", False, True),
+        (4, "both", True, False),
+    ],
 )
 @on_ranks()
 def test_load_dict_on_rank_0(rank, world_size, kind, meta, assign):
@@ -190,8 +154,7 @@ def check_load_file(rank, world_size, kind, path, on_ranks):
     [
         (1, "flat", "pt", True),
         (3, "flat", "pt", False),
-        (3, "flat", "safetensors", True),
-        (4, "hsdp", "safetensors", False),
+        (4, "hsdp", "safetensors", True),
         (4, "both", "pt", True),
         (4, "both", "safetensors", False),
     ],
@@ -305,9 +268,8 @@ def check_bytes(rank, world_size):
     return watch.peak
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_other_ranks_never_hold_a_full_tensor(world_size):
-    peaks = run_ranks(world_size, check_bytes)
+def test_other_ranks_never_hold_a_full_tensor():
+    peaks = run_ranks(4, check_bytes)
     assert peaks[0] >= 4 * 4 * FEATURES * FEATURES  # the meter sees rank 0's tensors
 
 
@@ -483,10 +445,6 @@ def test_stages_with_equal_names_are_refused(rank, world_size):
             function()
     with pytest.raises(RuntimeError, match=r"weight: ranks \[2, 3\] hold other values than ranks \[0, 1\].*group="):
         full_state_dict(plain)
-    across = rank_mesh((2, 2), ("pp", "dp"))["pp"]
-    joined = nn.ModuleDict({"shared": fully_shard(nn.Linear(2, 2), mesh=across), "stage": sharded})
-    with pytest.raises(RuntimeError, match=r"stage.weight: ranks \[2\] hold other values.*group="):
-        full_state_dict(joined)
     for model in (sharded, plain):
         state = full_state_dict(model, group=mesh.get_group())
         assert state == {} if rank % 2 else torch.equal(state["weight"], torch.full((3, 3), float(stage)))
@@ -536,8 +494,9 @@ def check_directory(rank, world_size, kind, directory, file_bytes):
     return len(files)
 
 
-@pytest.mark.parametrize("file_bytes", [10**9, 200])
-@pytest.mark.parametrize(("world_size", "kind"), [(1, "flat"), (3, "flat"), (4, "both")])
+@pytest.mark.parametrize(
+    ("world_size", "kind", "file_bytes"), [(1, "flat", 10**9), (3, "flat", 200), (4, "both", 10**9)]
+)
 def test_directories(tmp_path, world_size, kind, file_bytes):
     count = run_ranks(world_size, check_directory, kind, tmp_path / "new", file_bytes)[0]
     assert count > 2 if file_bytes == 200 else count == 1

@@ -1,7 +1,6 @@
 """`CheckpointManager`: state comes back on the same ranks and on others; state that cannot be saved is refused."""
 
 import errno
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -282,14 +281,3 @@ def test_bad_arguments(tmp_path: Path):
         TrainingState(model, per_rank={"own": {"position": 1}})
     with pytest.raises(TypeError, match="scheduler is a float without"):
         TrainingState(model, scheduler=0.1)
-
-
-def test_without_a_process_group(tmp_path: Path):
-    model = torch.nn.Linear(3, 2)
-    expected = model.weight.detach().clone()
-    with CheckpointManager(tmp_path) as manager:
-        manager.save(7, TrainingState(model))
-    model.weight.data.zero_()
-    assert CheckpointManager(tmp_path).restore(TrainingState(model)).step == 7
-    assert torch.equal(model.weight, expected)
-    assert json.loads((tmp_path / "step-000007" / "manifest.json").read_text())["world_size"] == 1

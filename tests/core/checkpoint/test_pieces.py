@@ -61,16 +61,6 @@ def test_each_element_is_written_once(layout: Layout, number: int):
     assert (written == 1).all()
 
 
-def test_replicas_take_turns():
-    """On 4 replicas, of 8 tensors each writes two."""
-    writers = []
-    for number in range(8):
-        layout = Layout(("w",), torch.float32, (6,), (Replicate(), Shard(0)), (4, 2), tuple(range(8)))
-        writers.append([rank for rank, _, _ in layout.boxes(number)])
-    assert sorted(itertools.chain(*writers)) == sorted([*range(8), *range(8)])
-    assert writers[0] == [0, 1] and writers[1] == [2, 3]
-
-
 @settings(max_examples=50, derandomize=True)
 @given(st.lists(st.tuples(shapes, st.integers(0, 1)), min_size=1, max_size=6))
 def test_an_index_comes_back_from_its_manifest(entries: list[tuple[tuple[int, ...], int]]):

@@ -89,11 +89,9 @@ def load(rank: int, world_size: int, how: str, layout: str, path: Path) -> dict[
         (("dcp.save", "rows", 2), [("dcp.load", "owned", 2), ("dcp.load", "rows", 3)]),
         (("dcp.save", "elements", 4), [("dcp.load", "stock", 3), ("dcp.load", "elements", 3)]),
         (("dcp.save", "stock", 3), [("dcp.load", "owned", 4), ("dcp.load", "rows", 2), ("ours", "elements", 2)]),
-        (("dcp.save", "stock", 4), [("ours", "shard", 4), ("ours", "rows", 3)]),
         (("dcp.async_save", "owned", 2), [("dcp.load", "shard", 2)]),
         (("ours", "shard", 4), [("ours", "owned", 4), ("ours", "elements", 3), ("dcp.load", "stock", 2)]),
-        (("ours", "owned", 3), [("ours", "shard", 2), ("dcp.load", "stock", 3)]),
-        (("ours", "rows", 4), [("ours", "owned", 4), ("ours", "rows", 3)]),
+        (("ours", "rows", 4), [("ours", "owned", 4), ("ours", "rows", 3), ("ours", "shard", 2)]),
         (("ours", "elements", 1), [("ours", "shard", 2), ("ours", "elements", 3)]),
     ],
     ids=str,
@@ -108,7 +106,7 @@ def test_checkpoints_go_from_any_layout_to_any(
             same(seen, expected)
 
 
-@pytest.mark.parametrize("layout", ["shard", *LAYOUTS])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @on_ranks(2)
 def test_full_state_dicts(rank: int, world_size: int, layout: str) -> None:
     expected = weights(build("shard", world_size, 1))
@@ -147,7 +145,7 @@ def read(rank: int, world_size: int, layout: str, path: Path) -> dict[str, torch
     return weights(model)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["owned", "elements"])
 def test_files_for_others_and_from_others(layout: str, tmp_path: Path) -> None:
     everything = run_ranks(3, save, "ours", layout, tmp_path / "run")[0]
     expected = {name: one for name, one in everything.items() if not name.endswith((".exp_avg", ".exp_avg_sq"))}
@@ -196,82 +194,3 @@ def test_torch_does_not_gather_what_owners_alone_have(rank: int, world_size: int
 
 
 # -- other optimizers --------------------------------------------------------------------------------------------------
-
-
-def muon(model: nn.Module) -> list[torch.optim.Optimizer]:
-    return [
-        torch.optim.Muon([p for p in model.parameters() if p.ndim == 2], lr=0.02),
-        torch.optim.AdamW([p for p in model.parameters() if p.ndim != 2], lr=0.01),
-    ]
-
-
-def everything(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, torch.Tensor]:
-    found = weights(model)
-    for name, parameter in model.named_parameters():
-        for optimizer in optimizers:
-            for key in ("exp_avg", "exp_avg_sq", "momentum_buffer"):
-                if key in optimizer.state.get(parameter, {}):
-                    found[f"{name}.{key}"] = whole(optimizer.state[parameter][key])
-    return found
-
-
-def part_of_a_run(rank: int, world_size: int, part: int, path: Path) -> tuple[Any, Any]:
-    """AdamW on Shard, Muon on Owned, Muon on Owned on other ranks, AdamW on Shard."""
-    layout = ("shard", "owned", "owned", "shard")[part]
-    model = build(layout, world_size, 10 + part)
-    optimizers = muon(model) if layout == "owned" else [adamw(model)]
-    loaded = None
-    if part:
-        resumes = part == 2  # with the optimizers; those of the other parts are others
-        state = TrainingState(model, optimizers) if resumes else TrainingState(model)
-        assert CheckpointManager(path / str(part - 1)).restore(state) is not None
-        loaded = everything(model, optimizers)
-    for optimizer in optimizers:
-        train(model, optimizer, 2)
-    with CheckpointManager(path / str(part)) as manager:
-        manager.save(part, TrainingState(model, optimizers))
-    return loaded, everything(model, optimizers)
-
-
-@pytest.mark.parametrize("worlds", [(4, 3, 2, 1), (1, 4, 3, 2)])
-def test_a_run_moves_between_optimizers_placements_and_ranks(worlds: tuple[int, ...], tmp_path: Path) -> None:
-    saved: dict[str, torch.Tensor] = {}
-    for part, world_size in enumerate(worlds):
-        loaded, now = run_ranks(world_size, part_of_a_run, part, tmp_path)[0]
-        if part == 2:
-            same(loaded, saved)
-            assert any(name.endswith(".momentum_buffer") for name in loaded)
-        elif part:
-            same(loaded, {name: saved[name] for name in loaded})
-        saved = now
-
-
-def soap(model: nn.Module) -> torch.optim.Optimizer:
-    matrices = [p for p in model.parameters() if p.ndim == 2]
-    return pytest.importorskip("pytorch_optimizer").SOAP(matrices, lr=0.01, precondition_frequency=2)
-
-
-def preconditioned(rank: int, world_size: int, path: Path) -> None:
-    """Twice, a run goes on after a restore as without one: no rank saves a value that another rank changed."""
-    model = build("owned", world_size, 1)
-    optimizer = soap(model)
-    train(model, optimizer, 3)
-    for step in range(2):
-        with CheckpointManager(path) as manager:
-            manager.save(step, TrainingState(model, optimizer))
-        other = build("owned", world_size, 2)
-        restored = soap(other)
-        assert CheckpointManager(path).restore(TrainingState(other, restored)) is not None
-        # Checkpoints keep values and not strides: QR leaves columns, and their products may have other last bits.
-        for state in optimizer.state.values():
-            for key in {"Q", "GG"} & state.keys():
-                state[key] = [matrix.contiguous() for matrix in state[key]]
-        train(model, optimizer, 2)
-        train(other, restored, 2)
-        same(weights(other), weights(model))
-        model, optimizer = other, restored
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_state_of_other_shapes_stays_with_the_owner(tmp_path: Path, world_size: int) -> None:
-    run_ranks(world_size, preconditioned, tmp_path)

@@ -87,22 +87,6 @@ def test_large_tensors_come_slab_by_slab(tmp_path: Path, monkeypatch: pytest.Mon
     assert differences(dict(model.state_dict()), expected) == []
 
 
-def test_a_single_element_may_have_any_stride(tmp_path: Path):
-    """It is contiguous to torch, as it is in a vector of its own; a slice of another one says otherwise."""
-    model = nn.Module()
-    for number, value in enumerate([torch.randn(9)[4::4][:1], torch.randn(6).as_strided((1, 1), (5, 3))]):
-        model.register_parameter(f"p{number}", nn.Parameter(value))
-        model.register_buffer(f"b{number}", value.clone().as_strided(value.shape, value.stride()))
-    expected = {name: value.clone() for name, value in model.state_dict().items()}
-    assert any(value.is_contiguous() and value.stride(-1) != 1 for value in model.state_dict().values())
-    manager = CheckpointManager(tmp_path / "run")
-    manager.save(1, TrainingState(model), blocking=True)
-    for value in model.state_dict().values():
-        value.zero_()
-    manager.restore(TrainingState(model))
-    assert differences(dict(model.state_dict()), expected) == []
-
-
 @pytest.mark.parametrize("slab_bytes", [1, 50, 2**25])
 def test_any_box_of_a_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slab_bytes: int):
     """Rows and columns in the midst of chunks, and over their edges."""

@@ -54,16 +54,6 @@ def test_extra_state_of_modules(tmp_path: Path, extra: Any, fresh: Any):
     assert differences(model[0].extra, extra) == []
 
 
-def test_state_that_is_empty_when_it_is_saved(tmp_path: Path):
-    user, own = Held({}), Held({})
-    state = TrainingState(nn.Linear(1, 1), user={"user": user}, per_rank={"own": own})
-    manager = CheckpointManager(tmp_path)
-    manager.save(1, state, blocking=True)
-    user.state, own.state = {"filled": torch.ones(1)}, {"filled": 2}
-    manager.restore(state)
-    assert (user.state, own.state) == ({}, {})
-
-
 def test_state_that_is_no_dict_is_refused(tmp_path: Path):
     manager = CheckpointManager(tmp_path)
     with pytest.raises(CheckpointError, match=r"user: its state_dict\(\) is a list, expected a dict"):

@@ -24,7 +24,6 @@ from shardkit.core.checkpoint.saving import (
     Header,
     Image,
     Part,
-    await_parts,
     build_index,
     chunks_after,
     read_part,
@@ -61,16 +60,6 @@ def test_parts_that_never_come(tmp_path: Path):
 def part_of(*told: Piece) -> Part:
     _, end = chunks_after(0, "", told)
     return Part(end, ("0" * 32,) * bool(end), told, (), ())
-
-
-def test_parts_are_told_apart_by_rank_and_not_by_when_they_come(tmp_path: Path):
-    """Rank 1 is first to be done."""
-    write_part(tmp_path, 1, memoryview(b"one"), Plan(), lambda _: None)
-
-    def gone() -> None:
-        write_part(tmp_path, 0, memoryview(b"zero"), Plan(), lambda _: None)
-
-    assert [part.nbytes for part in await_parts(tmp_path, 2, gone)] == [4, 3]
 
 
 def test_notes_that_are_damaged_are_none(tmp_path: Path):

@@ -1,7 +1,6 @@
 """State dicts: the DTensors that stock gives, interchangeable both ways, also through torch.distributed.checkpoint."""
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -111,21 +110,6 @@ def test_state_dict_is_that_of_stock(rank: int, world_size: int, kind: str, mode
         _look(trace, "unsharded", module)
         traces.append(trace)
     assert_same(*traces)
-
-
-@on_ranks(1, 2)
-def test_a_state_dict_in_midstep_changes_nothing(rank: int, world_size: int) -> None:
-    """A state dict taken between forward and backward leaves the step as it would have been."""
-    gradients = []
-    for take in (False, True):
-        module = _build(shardkit, "mlp", _mesh(world_size, "fsdp"))
-        loss = _loss(module, "mlp", 0)
-        if take:
-            module.state_dict()
-        loss.backward()
-        gradients.append({fqn: parameter.grad.to_local() for fqn, parameter in module.named_parameters()})
-    for fqn, gradient in gradients[0].items():
-        assert torch.equal(gradient, gradients[1][fqn]), fqn
 
 
 @on_ranks(2)
@@ -253,8 +237,7 @@ def test_full_state_dict_of_0_dim_parameters(rank: int, world_size: int, broadca
     assert_same(_trace(kept[0][1]), _trace(kept[1][1]))
 
 
-@pytest.mark.parametrize(("world_size", "kind"), [(1, "fsdp"), (3, "fsdp"), (4, "hsdp")])
-@pytest.mark.parametrize("model", ["mlp", "transformer"])
+@pytest.mark.parametrize(("world_size", "kind", "model"), [(3, "fsdp", "transformer"), (4, "hsdp", "mlp")])
 @on_ranks()
 def test_broadcast_after_meta_initialisation(rank: int, world_size: int, kind: str, model: str) -> None:
     """Built on meta, sharded, given memory; rank 0 alone has the weights and broadcasts them."""
@@ -341,16 +324,15 @@ def test_asynchronous_save(tmp_path: Path) -> None:
     run_ranks(2, asynchronous, tmp_path)
 
 
-@pytest.mark.parametrize("take", [nn.Module.state_dict, get_model_state_dict])
 @on_ranks(2)
-def test_loading_in_place(rank: int, world_size: int, take: Callable[[nn.Module], Any]) -> None:
+def test_loading_in_place(rank: int, world_size: int) -> None:
     """DCP reads the very parameters, so loading in place changes the next forward without set_state_dict."""
     module = _build(shardkit, "mlp", _mesh(world_size, "fsdp"))
     first = _loss(module, "mlp", 0).item()
-    saved = _copied(take(module))
+    saved = _copied(get_model_state_dict(module))
     _train(module, "mlp", _optimizer(module), range(2))
     assert _loss(module, "mlp", 0).item() != first
     with torch.no_grad():
-        for fqn, tensor in take(module).items():
+        for fqn, tensor in get_model_state_dict(module).items():
             tensor.copy_(saved[fqn])
     assert _loss(module, "mlp", 0).item() == first
