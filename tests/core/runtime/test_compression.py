@@ -37,7 +37,6 @@ POLICIES = {
     "small blocks": CompressionPolicy(gather="int8", reduce="int8", block=5),
 }
 KINDS = ("c10d_packed", "c10d_direct")
-WORLD_SIZES = (2, 3, 4)
 
 
 def _over(kind: str, policy: CompressionPolicy) -> Any:
@@ -59,67 +58,8 @@ def rounded(values: Tensor, kind: str | None, policy: CompressionPolicy, dtype: 
 # -- the programs ------------------------------------------------------------------------------------------------------
 
 
-def _gathers(rank: int, world_size: int, kind: str, name: str, cases: Sequence[str] = tuple(CASES)) -> None:
-    policy = POLICIES[name]
-    over = _over(kind, policy)
-    for case_name in cases:
-        case = CASES[case_name]
-        plan = gather_plan(case, over)
-        full = [whole(s, d, i) for i, (s, d) in enumerate(zip(case.shapes, case.dtypes, strict=True))]
-        sources = [chunk_of(t, item.layout, rank) for t, item in zip(full, plan.items, strict=True)]
-        for seen, tensor, item in zip(run_gather(plan, sources), full, plan.items, strict=True):
-            expected = tensor.clone()
-            if item.dtype not in (torch.float8_e4m3fn, torch.uint8, torch.float64):
-                for one in range(world_size):
-                    chunk = chunk_of(tensor, item.layout, one)
-                    arrived = rounded(chunk, policy.gather, policy, item.dtype, tensor.ndim)
-                    chunk_of(expected, item.layout, one).copy_(arrived)
-            if item.dtype is torch.float64:
-                torch.testing.assert_close(seen, expected, rtol=0, atol=0.3)
-            else:
-                assert torch.equal(seen.float(), expected.float()), (case_name, item)
-
-
-@pytest.mark.daily(world_size=[3])
-@pytest.mark.parametrize("name", ["int8", "bf16"])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_gather(world_size: int, kind: str, name: str) -> None:
-    run_ranks(world_size, _gathers, kind, name)
-
-
 def _terms(case: Case, dtype: torch.dtype, rank: int, step: int = 0) -> list[Tensor]:
     return [whole(shape, dtype, 1000 * rank + 100 * step + i) for i, shape in enumerate(case.shapes)]
-
-
-REDUCED = ("large_uneven", "small", "empty_chunks", "only_empty", "other_dims", "mixed_dims")
-DTYPES = ((F32, F32, None, None), (BF16, F32, None, 3.0), (F16, F16, 2.0, 1.5), (F32, BF16, None, 2.0))
-
-
-def _reduces(rank: int, world_size: int, kind: str, name: str, cases: Sequence[str] = REDUCED) -> None:
-    policy = POLICIES[name]
-    for grad_dtype, reduce_dtype, before, after in DTYPES:
-        over = _over(kind, policy)
-        for case_name in cases:
-            case = CASES[case_name]
-            plan = reduce_plan(case, over, grad_dtype, reduce_dtype, label=case_name)
-            if plan.transport is not over:  # nothing to compress, so summed as ever
-                continue
-            wire = grad_dtype if grad_dtype.itemsize < reduce_dtype.itemsize else reduce_dtype
-            for step in range(2):
-                seen = run_reduce(plan, _terms(case, grad_dtype, rank, step), before, after)
-                given = [_terms(case, grad_dtype, one, step) for one in range(world_size)]
-                for i, item in enumerate(plan.items):
-                    arrived = []
-                    for one in range(world_size):
-                        chunk = chunk_of(given[one][i], item.layout, rank)
-                        if one == rank:
-                            arrived.append(chunk.float())
-                            continue
-                        arrived.append(rounded(chunk, policy.reduce, policy, wire, chunk.ndim))
-                    expected = summed(arrived, F32, before, after).to(reduce_dtype)
-                    assert seen[i].dtype == reduce_dtype
-                    assert torch.equal(seen[i], expected), (case_name, item, step, grad_dtype, reduce_dtype)
 
 
 @pytest.mark.parametrize("name", ["int8", "bf16"])
@@ -139,25 +79,6 @@ def test_bf16_gradients_that_are_summed_in_fp32_travel_as_bf16(
         for seen, item, *given in zip(run_reduce(plan, terms[rank], None, None), plan.items, *terms, strict=True):
             chunks = [chunk_of(term, item.layout, rank).float() for term in given]
             assert torch.equal(seen, summed(chunks, F32, None, None))
-
-
-@pytest.mark.daily(world_size=[3])
-@pytest.mark.parametrize("name", POLICIES)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_reduce(world_size: int, kind: str, name: str) -> None:
-    run_ranks(world_size, _reduces, kind, name)
-
-
-SMALL = ("small", "empty_chunks", "other_dims")
-
-
-@on_ranks(4, isolated=True)
-def test_chunks_are_rounded_in_parts(rank: int, world_size: int) -> None:
-    """Few chunks are rounded at once, so that every run of ranks takes several goes."""
-    wire._AT_ONCE = 40
-    _gathers(rank, world_size, "c10d_packed", "int8", SMALL)
-    _reduces(rank, world_size, "c10d_packed", "int8", SMALL)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -296,12 +217,7 @@ class Reference:
         return rounded(chunk, self.policy.reduce, self.policy, chunk.dtype, chunk.ndim)
 
 
-@pytest.mark.daily(world_size=[3, 4])
-@pytest.mark.parametrize("name", POLICIES)
-@pytest.mark.parametrize("param_dtype", [None, BF16])
-@pytest.mark.parametrize(("world_size", "replicas"), [(2, 1), (3, 1), (4, 2)])
-@on_ranks()
-def test_training_against_the_same_arithmetic_in_one_process(
+def _trains_as_one_process(
     rank: int, world_size: int, replicas: int, param_dtype: torch.dtype | None, name: str
 ) -> None:
     policy = POLICIES[name]
@@ -334,6 +250,32 @@ def test_training_against_the_same_arithmetic_in_one_process(
             with torch.no_grad():
                 parameter -= 0.1 * parameter.grad
                 twin -= 0.1 * expected[fqn]
+
+
+@pytest.mark.daily(world_size=[3, 4])
+@pytest.mark.parametrize(
+    ("world_size", "replicas", "param_dtype", "name"),
+    [
+        (2, 1, None, "small blocks"),
+        (2, 1, BF16, "int8"),
+        (3, 1, None, "int8"),
+        (3, 1, BF16, "small blocks"),
+        (3, 1, BF16, "bf16"),
+        (4, 2, None, "bf16"),
+        (4, 2, BF16, "int8"),
+    ],
+)
+def test_training_against_the_same_arithmetic_in_one_process(
+    world_size: int, replicas: int, param_dtype: torch.dtype | None, name: str
+) -> None:
+    run_ranks(world_size, _trains_as_one_process, replicas, param_dtype, name)
+
+
+@on_ranks(4, isolated=True)
+def test_chunks_are_rounded_in_parts(rank: int, world_size: int) -> None:
+    """Few chunks are rounded at once, so that every run of ranks takes several goes."""
+    wire._AT_ONCE = 40
+    _trains_as_one_process(rank, world_size, 1, None, "int8")
 
 
 def _net(mesh: Any, **options: Any) -> Any:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shardkit.core.runtime.compressed.wire import AsDtype, Int8Blocks, WireFormat, format_of, rows_of
+from shardkit.core.runtime.compressed.wire import AsDtype, Int8Blocks, WireFormat, format_of
 from shardkit.core.runtime.sharding import ChunkLayout
 
 # Just below fp32's largest number, a block's largest element may round up to infinity.
@@ -69,26 +69,3 @@ def test_which_items_are_compressed() -> None:
     assert format_of("int8", 7, matrix, torch.int64) == AsDtype(torch.int64, lossless=True)
     assert format_of("int8", 7, vector, fp32) == AsDtype(fp32, lossless=True)
     assert format_of(None, 7, matrix, fp32) == AsDtype(fp32, lossless=True)
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(0, 1)), min_size=1, max_size=5),
-    st.integers(1, 4),
-    BLOCKS,
-)
-def test_rows_hold_every_chunk_once(shapes: list[tuple[int, int, int]], world_size: int, block: int) -> None:
-    layouts = [ChunkLayout((rows, columns), dim, world_size) for rows, columns, dim in shapes]
-    kinds = ["int8", "bf16", None]
-    formats = [format_of(kinds[i % 3], block, layout, torch.float32) for i, layout in enumerate(layouts)]
-    rows = [run.row for run in rows_of(layouts, formats) for _ in range(run.ranks)]
-    assert len(rows) == world_size
-    for rank, row in enumerate(rows):
-        expected = [(item, layout.local_numel(rank)) for item, layout in enumerate(layouts) if layout.local_numel(rank)]
-        assert [(item, numel) for item, _, _, numel in row.chunks] == expected
-        end = 0
-        for item, start, nbytes, numel in row.chunks:
-            assert end <= start < end + 16
-            assert start % 16 == 0
-            assert nbytes == formats[item].nbytes(numel)
-            end = start + nbytes
-        assert end <= row.nbytes < end + 16

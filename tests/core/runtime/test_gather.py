@@ -4,18 +4,11 @@ import pytest
 import torch
 
 from shardkit.core import events
-from shardkit.core.runtime.lanes import make_lane
-from shardkit.core.runtime.storage import raw_view
-from tests.core.runtime.cases import CASES, CPU, chunk_of, gather_plan, placed, run_gather, transport, whole
+from tests.core.runtime.cases import CASES, chunk_of, gather_plan, placed, run_gather, transport, whole
 from tests.support import on_ranks
 
 WORLD_SIZES = [2, 3, 4]  # one rank has no transport
 TRANSPORTS = ["lent", "shared", "c10d_packed", "c10d_direct", "custom"]
-
-
-def _same(seen: torch.Tensor, expected: torch.Tensor) -> None:
-    assert seen.dtype == expected.dtype
-    assert torch.equal(seen.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))
 
 
 @pytest.mark.daily(world_size=[3])
@@ -34,54 +27,6 @@ def test_gather_restores_the_tensors(rank: int, world_size: int, kind: str) -> N
             for seen, expected, item in zip(run_gather(plan, sources), full, plan.items, strict=True):
                 assert torch.equal(seen.float(), expected.float()), (name, item)
                 assert seen.dtype == expected.dtype
-
-
-@pytest.mark.parametrize("kind", ["lent", "shared", "c10d_packed"])
-@on_ranks(3)
-def test_sources_are_cast_when_written(rank: int, world_size: int, kind: str) -> None:
-    over = transport(kind)
-    case = CASES["bfloat16"]
-    plan = gather_plan(case, over)
-    full = [whole(shape, torch.float32, i) for i, shape in enumerate(case.shapes)]
-    sources = [chunk_of(t, item.layout, rank) for t, item in zip(full, plan.items, strict=True)]
-    for seen, expected in zip(run_gather(plan, placed(kind, sources)), full, strict=True):
-        _same(seen, expected.bfloat16())
-
-
-@pytest.mark.parametrize("kind", ["lent", "shared", "c10d_packed"])
-@on_ranks(2, 4)
-def test_gathers_overlap_and_may_be_waited_for_in_any_order(rank: int, world_size: int, kind: str) -> None:
-    over = transport(kind)
-    lane = make_lane(CPU, "all-gather")
-    running = []
-    for seed, name in enumerate(["mixed_dims", "large_uneven", "small", "large_even"]):
-        case = CASES[name]
-        plan = gather_plan(case, over, name)
-        full = [whole(shape, torch.float32, 10 * seed + i) for i, shape in enumerate(case.shapes)]
-        sources = [chunk_of(t, item.layout, rank) for t, item in zip(full, plan.items, strict=True)]
-        sizes = [i.layout.flat_numel if i.layout.dim == 0 else i.layout.numel for i in plan.items]
-        flats = [torch.empty(size) for size in sizes]
-        running.append((lane.start(plan.transport.gather(plan, placed(kind, sources), flats), name), flats, full))
-    for ticket, flats, full in reversed(running):
-        assert not ticket.done or world_size == 1
-        ticket.wait()
-        for flat, expected in zip(flats, full, strict=True):
-            _same(flat[: expected.numel()].view(expected.shape), expected)
-
-
-@pytest.mark.parametrize("kind", ["shared", "c10d_packed"])
-@on_ranks(2)
-def test_raw_views_keep_version_counters_and_autograd_out(rank: int, world_size: int, kind: str) -> None:
-    plan = gather_plan(CASES["mixed_dims"], transport(kind))
-    unsharded = [torch.empty(i.layout.padded_numel if i.layout.dim == 0 else i.layout.numel) for i in plan.items]
-    flats = [raw_view(tensor) for tensor in unsharded]
-    sources = [torch.ones(item.layout.local_shape(rank), requires_grad=True) for item in plan.items]
-    before = [tensor._version for tensor in unsharded]
-    make_lane(CPU, "all-gather").start(plan.transport.gather(plan, sources, flats), "blocks.0").wait()
-    assert [tensor._version for tensor in unsharded] == before
-    assert not any(flat.requires_grad for flat in flats)
-    assert torch.is_grad_enabled()
-    assert all(tensor[: item.layout.numel].eq(1).all() for tensor, item in zip(unsharded, plan.items, strict=True))
 
 
 def _events_of_a_gather(rank: int, kind: str) -> list[events.Event]:

@@ -7,14 +7,9 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from shardkit.core import events
-from shardkit.core.runtime.choice import transport_for
 from shardkit.core.runtime.lanes import CpuLane, Program, StreamLane, hold, make_lane
-from shardkit.core.runtime.plan import Transport
-from tests.core.runtime.cases import CASES, CPU, flats_for, gather_plan
-from tests.support import run_ranks
 
 
 class _Work:
@@ -123,25 +118,6 @@ def test_abandon_waits_ignores_errors_and_closes() -> None:
     ticket.abandon()
 
 
-def test_grad_mode_does_not_leak_out_of_a_running_program() -> None:
-    assert run_ranks(2, _grad_mode_while_running) == [True, True]
-
-
-def _grad_mode_while_running(rank: int, world_size: int) -> bool:
-    group = dist.group.WORLD
-    plan = gather_plan(CASES["small"], _asked(group))
-    sources = [torch.ones(item.layout.local_shape(rank), requires_grad=True) for item in plan.items]
-    ticket = make_lane(CPU, "all-gather").start(plan.transport.gather(plan, sources, flats_for(plan)), plan.label)
-    enabled = torch.is_grad_enabled()
-    ticket.wait()
-    return enabled
-
-
-def _asked(group: dist.ProcessGroup | None) -> Transport:
-    assert group is not None
-    return transport_for(group, CPU)
-
-
 class _Device:
     """A device module that records the calls of a stream lane, for machines without streams."""
 
@@ -199,29 +175,6 @@ def _traced(device: _Device, scratch: torch.Tensor) -> Program:
     device.log.append(f"program on {device.current}")
     yield [_Work()]  # type: ignore[list-item]
     device.log.append(f"rest on {device.current}")
-
-
-def test_a_stream_lane_orders_memory_and_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    device, lane = _stream_lane(monkeypatch)
-    scratch = torch.ones(2)
-    reference = weakref.ref(scratch)
-    ticket = lane.start(_traced(device, scratch), "blocks.0", [torch.ones(1)])
-    del scratch
-    assert device.log == [
-        "compute records",
-        "lane-1 waits for event of compute",
-        "program on lane-1",
-        "rest on lane-1",
-        "lane-1 records",
-    ]
-    gc.collect()
-    assert not ticket.done
-    assert reference() is not None, "the device may still write to memory of the program"
-    ticket.wait_for_stage()
-    ticket.wait()
-    assert device.log[5:] == ["compute waits for event of lane-1"]
-    gc.collect()
-    assert reference() is None
 
 
 def test_a_stream_lane_times_what_it_runs_and_who_waits_for_somebody_who_listens(

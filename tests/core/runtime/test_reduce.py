@@ -67,24 +67,19 @@ def _check_sums(
             assert torch.equal(mine[i], terms[rank][i]), "the gradient was written to"
 
 
-@pytest.mark.parametrize(
-    ("grad_dtype", "reduce_dtype"), [(F32, F32), (BF16, F32), (BF16, BF16), (F32, BF16), (F16, BF16)]
-)
 @pytest.mark.daily(world_size=[3])
 @on_ranks(*WORLD_SIZES)
-def test_owners_sum_in_rank_order(
-    rank: int, world_size: int, grad_dtype: torch.dtype, reduce_dtype: torch.dtype
-) -> None:
-    _check_sums(rank, world_size, "shared", grad_dtype, reduce_dtype, exact=True)
+def test_owners_sum_in_rank_order(rank: int, world_size: int) -> None:
+    for grad_dtype, reduce_dtype in ((F32, F32), (BF16, F32), (BF16, BF16), (F32, BF16), (F16, BF16)):
+        _check_sums(rank, world_size, "shared", grad_dtype, reduce_dtype, exact=True)
 
 
-@pytest.mark.parametrize("kind", ["c10d_packed", "c10d_direct", "custom"])
 @pytest.mark.daily(world_size=[2, 3])
-@pytest.mark.parametrize("grad_dtype", [F32, BF16])
 @on_ranks(*WORLD_SIZES)
-def test_collectives_reduce_in_fp32(rank: int, world_size: int, kind: str, grad_dtype: torch.dtype) -> None:
-    # Two terms have one sum; with more the backend chooses the order.
-    _check_sums(rank, world_size, kind, grad_dtype, F32, exact=world_size <= 2)
+def test_collectives_reduce_in_fp32(rank: int, world_size: int) -> None:
+    for kind, grad_dtype in (("c10d_packed", F32), ("c10d_direct", BF16), ("c10d_direct", F32), ("custom", BF16)):
+        # Two terms have one sum; with more the backend chooses the order.
+        _check_sums(rank, world_size, kind, grad_dtype, F32, exact=world_size <= 2)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """`ChunkLayout` against `torch.chunk`, and against itself: chunks partition the dim."""
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -61,15 +60,6 @@ def test_cuts_lie_at_multiples_and_owned_tensors_are_whole(layout: ChunkLayout) 
     assert runs == list(enumerate(layout.lengths()))
     assert layout.numel <= layout.flat_numel < layout.numel + layout.world_size * max(1, layout.numel)
     assert layout.flat_numel % layout.world_size == 0
-
-
-@given(layouts())
-def test_padding_is_less_than_one_chunk_per_rank(layout: ChunkLayout) -> None:
-    assert layout.padded_local_numel == math.prod(layout.padded_local_shape)
-    assert layout.padded_numel == layout.world_size * layout.padded_local_numel
-    assert layout.padded_numel >= layout.numel
-    assert all(layout.local_numel(rank) <= layout.padded_local_numel for rank in range(layout.world_size))
-    assert layout.padded_local_shape == layout.local_shape(0)
 
 
 @pytest.mark.parametrize(

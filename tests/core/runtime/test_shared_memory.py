@@ -83,24 +83,6 @@ def test_loads_of_many_modules_in_a_group(rank: int, world_size: int) -> None:
     assert taken == [parameter.to_local().data_ptr() for parameter in model.parameters()], "tensors over them are lost"
 
 
-@on_ranks(2, isolated=True)
-def test_deleting_a_model_frees_its_shared_memory_at_once(rank: int, world_size: int) -> None:
-    assert not segment._segments
-    model = _sharded(world_size, 64, 64, 64)
-    for _ in range(2):
-        _step(model, 64)
-    assert segment._segments
-    dist.barrier()  # what the peer reads of the last operation is kept until it has read that
-    del model
-    dist.barrier()
-    assert not segment._segments
-    links = [str(entry.readlink()) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
-    assert not any("memfd:shardkit" in link for link in links)
-    # Whoever deletes it first hears of the peer's with the next gather: until then those are mapped, without pages:
-    # two groups of the peer, and four gradients, a parcel each where this rank always read late.
-    assert sum("memfd:shardkit" in line for line in Path("/proc/self/maps").read_text().splitlines()) <= 6
-
-
 def _pages(rank: int, world_size: int, deleted: Path) -> list[int]:
     """Bytes of all ranks' memory files together: while a model trains, and after it is gone."""
     seen = []
@@ -259,80 +241,6 @@ def test_a_first_gather_in_inference_mode_leaves_shards_that_can_be_trained(rank
     _step(model, 8)
 
 
-class _LateBackward(nn.Module):
-    """In backward, once it has a file to wait for, it delays rank 1 before the next layer and raises on rank 0."""
-
-    waits: Path | None = None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x.register_hook(self._backward)
-        return x.clone()
-
-    def _backward(self, gradient: torch.Tensor) -> None:
-        if self.waits is None:
-            return
-        _come_late(dist.get_rank(), self.waits)
-        if dist.get_rank() == 0:
-            raise RuntimeError("backward is interrupted")
-
-
-def _resets_and_writes(rank: int, world_size: int, waits: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 64), _LateBackward(), nn.Linear(64, 64))
-    shard_each(model[0], model[2], model, mesh=rank_mesh((world_size,)))
-    model.set_requires_gradient_sync(False)
-    inputs = [torch.ones(2, 64, requires_grad=True) for _ in range(2)]
-    model(inputs[0]).sum().backward()
-    model[1].waits = waits
-    if rank == 0:
-        with pytest.raises(RuntimeError, match="interrupted"):
-            model(inputs[1]).sum().backward()
-        with _tells_that_it_waits(rank, waits), torch.no_grad():
-            model.reset_iter_state()
-            for parameter in model.parameters():
-                parameter.to_local().zero_()
-        dist.barrier()
-        return inputs[0].grad, inputs[0].grad
-    model(inputs[1]).sum().backward()  # reads the shards of rank 0, which failed afterwards
-    dist.barrier()
-    return inputs[0].grad, inputs[1].grad
-
-
-def test_a_shard_may_be_written_to_after_a_reset(tmp_path: Path) -> None:
-    for expected, seen in run_ranks(2, _resets_and_writes, tmp_path / "waits"):
-        assert torch.equal(expected, seen)
-
-
-def _interrupted_while_peers_read(rank: int, world_size: int, waits: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ctrl-C while rank 0 waits, at the end of a forward, until rank 1 has read its shards."""
-
-    def interrupt(event: events.Event) -> None:
-        if isinstance(event, events.WaitStarted) and event.operation == "release":
-            raise KeyboardInterrupt
-
-    model, x = _late_model(world_size), torch.ones(2, 64)
-    with torch.no_grad():
-        model(x)
-        expected = model(x)
-        dist.barrier()
-        model[1].waits = waits
-        if rank == 0:
-            with events.subscribe(interrupt), pytest.raises(KeyboardInterrupt):
-                model(x)
-            with _tells_that_it_waits(rank, waits):
-                model.reset_iter_state()
-                for parameter in model.parameters():
-                    parameter.to_local().mul_(7)
-        seen = model(x) if rank == 1 else expected
-    dist.barrier()
-    return expected, seen
-
-
-def test_a_shard_may_be_written_to_after_an_interrupted_wait(tmp_path: Path) -> None:
-    for expected, seen in run_ranks(2, _interrupted_while_peers_read, tmp_path / "waits"):
-        assert torch.equal(expected, seen)
-
-
 # -- launched far ahead ------------------------------------------------------------------------------------------------
 
 _FAR = 700  # messages: more than twice as many as a socket holds unread
@@ -413,33 +321,6 @@ def test_a_table_of_any_size_arrives(rank: int, world_size: int) -> None:
     reader.start()
     sender.wait_released(operation)
     reader.join()
-    sender.close(), receiver.close()
-
-
-@on_ranks(1)
-def test_memory_of_a_deleted_table_stays_until_it_is_read(rank: int, world_size: int) -> None:
-    """A receiver opens it only when it needs it, by a descriptor that another file would take."""
-    sender, receiver = _pair(5.0)
-    operations = []
-    for value in (1.0, 2.0, 3.0):
-        operations.append(sender.post(Channel.GATHER, Table("block", segment.shared_copies([torch.full((4,), value)]))))
-    for value, operation in zip((1.0, 2.0, 3.0), operations, strict=True):
-        table = receiver.collect(operation, "block")[0]
-        assert table is not None and table.tensors[0].tolist() == [value] * 4
-        receiver.release(operation)
-    for operation in operations:
-        sender.wait_released(operation)
-    assert not sender._read
-    sender.close(), receiver.close()
-
-
-@on_ranks(1)
-def test_what_is_heard_in_inference_mode_can_be_summed(rank: int, world_size: int) -> None:
-    sender, receiver = _pair(5.0)
-    operation = sender.post(Channel.REDUCE, Table("block", segment.shared_copies([torch.ones(4)])))
-    with torch.inference_mode():
-        tables = receiver.collect(operation, "block")
-    assert torch.equal(tables[0].tensors[0].add_(1), torch.full((4,), 2.0))  # as a sum does, after an evaluation
     sender.close(), receiver.close()
 
 
