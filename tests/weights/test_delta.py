@@ -9,42 +9,84 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardkit.weights import WeightReceiver, WeightSender, targets_of
-from shardkit.weights.boxes import Piece
-from shardkit.weights.delta import apply, changes
+from shardkit.weights.boxes import Piece, numel
+from shardkit.weights.delta import apply, changes, update
+from shardkit.weights.packing import Values, pack
 from tests.weights.processes import TIMEOUT, free_address
 
-SIZES = st.one_of(st.integers(1, 300), st.integers(500_000, 600_000))  # of less than a chunk, or of several
-SHARES = st.one_of(st.floats(0, 1), st.floats(0, 0.05))
+WIRES = {  # by the dtype of a model: what it may be on the wire
+    "float32": ["float32", "bfloat16", "float16"],
+    "bfloat16": ["bfloat16", "float32"],
+    "complex64": ["complex64"],
+    "int8": ["int8"],
+    "bool": ["bool"],
+}
+SHAPES = st.one_of(st.lists(st.integers(1, 20), max_size=3), st.just([3, 100_000]))  # of one block, or of several
+SHARES = st.one_of(st.sampled_from([0.0, 0.01, 1.0]), st.floats(0, 1))
+
+
+@st.composite
+def parts(draw):
+    """A sender's part of a tensor: its dtype in the model and on the wire, its shape, and the boxes that are wanted."""
+    dtype, shape = draw(st.sampled_from(sorted(WIRES))), draw(SHAPES)
+    boxes = [tuple(draw(st.tuples(st.integers(0, size - 1), st.integers(1, size))) for size in shape) for _ in range(2)]
+    return dtype, draw(st.sampled_from(WIRES[dtype])), shape, [one for one in boxes if all(a < b for a, b in one)]
+
+
+def some_values(dtype, shape):
+    """Many of them are NaN, with different bits, and many are zero, with either sign."""
+    if dtype == torch.bool:
+        return torch.rand(shape) < 0.5
+    data = torch.randint(-128, 128, (*shape, dtype.itemsize), dtype=torch.int8)
+    for these, value in [(data, 0), (data[..., -1:], -128), (data[..., -2:], -1)]:
+        these[torch.rand(shape) < 0.2] = value
+    return data.view(dtype).view(shape)
+
+
+def bits(tensor):
+    return tensor.reshape(-1).contiguous().view(torch.uint8)
 
 
 @settings(deadline=None)
-@given(st.sampled_from(["float64", "float32", "bfloat16", "int8"]), SIZES, SHARES, st.integers(0, 2**31))
-def test_changes_turn_old_into_new_and_are_short(dtype, numel, share, seed):
+@given(st.lists(parts(), min_size=1, max_size=3), SHARES, st.integers(0, 2**31))
+def test_changes_turn_old_into_new_and_are_short(model, share, seed):
     torch.manual_seed(seed)
-    piece = Piece("w", dtype, ((0, numel),), 0)
-    size = piece.nbytes // numel
-    old = torch.randint(0, 256, (piece.nbytes,), dtype=torch.uint8)
-    new = old.clone()
-    places = torch.randperm(numel)[: int(share * numel)]
-    new.view(numel, size)[places] = torch.randint(0, 256, (len(places), size), dtype=torch.uint8)
-    changed = int((new != old).view(numel, size).any(1).count_nonzero())
-    kept = old.clone()
-    found = changes([piece], new, kept)
-    assert torch.equal(kept, new)
+    source, changed, most, pieces = {}, {}, 0, []
+    for number, (dtype, wire, shape, boxes) in enumerate(
+        sorted(model, key=lambda one: -getattr(torch, one[1]).itemsize)
+    ):
+        name, whole = str(number), tuple((0, size) for size in shape)
+        old = some_values(getattr(torch, dtype), shape)
+        new = torch.where(torch.rand(shape) < share, some_values(old.dtype, shape), old)
+        before, after = (one.to(getattr(torch, wire)) for one in (old, new))
+        source[name] = [Values(whole, before.clone())]
+        changed[name, whole] = update(source[name][0].tensor, new)
+        assert torch.equal(bits(source[name][0].tensor), bits(after))
+        for box in boxes:
+            pieces.append((Piece(name, wire, box, 0), Values(whole, before)))
+            differ = [bits(Values(whole, one).of(box)).view(numel(box), -1) for one in (before, after)]
+            most += int((differ[0] != differ[1]).any(1).sum()) * before.itemsize + -(-numel(box) // 8)
+    wanted = [piece for piece, _ in pieces]
+    there, here = (torch.empty(sum(one.nbytes for one in wanted), dtype=torch.uint8) for _ in range(2))
+    pack(wanted, source, there)
+    pack(wanted, {piece.name: [values] for piece, values in pieces}, here)
+    old, other = here.clone(), here.clone()
+    found = changes(wanted, source, changed)
     if found is None:
-        assert changed * size + numel / 8 >= piece.nbytes - 1
+        assert most >= there.numel()
         return
-    told, sent = found
-    assert len(sent) <= changed * size + -(-numel // 8)
-    before = old.clone()
-    apply(told, torch.frombuffer(bytearray(sent), dtype=torch.uint8) if len(sent) else torch.empty(0).byte(), old)
-    assert torch.equal(old, new)
-    if changed:
-        before[-1] += 1  # a receiver that has something else
+    told, data = found
+    assert data.numel() <= min(most, there.numel() - 1)
+    apply(told, data, wanted, here)
+    assert torch.equal(here, there)
+    other[torch.randint(len(other), ())] += 1  # of a receiver that has something else
+    with contextlib.suppress(ConnectionError):
+        apply(told, data, wanted, other)
+        assert torch.equal(other, there)  # what was wrong there has changed
+    if len(data):
+        data[torch.randint(len(data), ())] += 1  # on the way
         with pytest.raises(ConnectionError, match="the checksum of the changes differs"):
-            apply(
-                {**told, "checksum": told["checksum"] ^ 1}, torch.frombuffer(bytearray(sent), dtype=torch.uint8), before
-            )
+            apply(told, data, wanted, old)
 
 
 @pytest.mark.parametrize("shared", ["0", "1"])

@@ -1,4 +1,11 @@
-"""The elements of a bucket that have changed: positions or a bitmap, whichever is less, values, and a checksum."""
+"""The elements that have changed since the version before: found while a sender's copy is written, sent with checksums.
+
+Note [Checksums]
+Changes are sent only to a receiver that names the version before as the one that it has. Two checksums say whether
+they fit: the CRC of the changes, in which one that is lost, moved or altered shows; and for each piece the sum of all
+its bytes with the changes, in words of eight, in which it shows that the receiver had something else than the sender.
+A sum reads the memory about as fast as it can be read, which the CRC of everything does not.
+"""
 
 from __future__ import annotations
 
@@ -10,118 +17,133 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from shardkit.weights.boxes import Piece, dtype_named
+from shardkit.weights.boxes import Box, Piece, dtype_named
+from shardkit.weights.packing import Source, bytes_of, holding
 
-__all__ = ["apply", "changes"]
+__all__ = ["Changed", "apply", "changes", "update"]
 
-_UNITS = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
-_ROW = 8192  # bytes
-_CHUNK = 32 * _ROW  # bytes: those of both versions stay in the cache until all is done with them
+Changed = dict[tuple[str, Box], npt.NDArray[Any]]
+"""Which elements of a sender's parts have changed: positions in order, or a bitmap, whichever is shorter."""
+
+_UNITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_BLOCK = 1 << 17  # elements: those of both versions stay in the cache until all is done with them
 
 
-def changes(
-    pieces: Sequence[Piece], new: torch.Tensor, old: torch.Tensor
-) -> tuple[dict[str, Any], torch.Tensor] | None:
-    """The changes from the old bytes of a bucket to the new ones; None if they take no less than the bucket itself.
+def update(kept: torch.Tensor, values: torch.Tensor) -> npt.NDArray[Any]:
+    """Writes values of a part into `kept`, in its dtype; returns which of the elements have changed in any bit."""
+    before, values = _units(kept), values.reshape(-1)
+    block = torch.empty(min(_BLOCK, len(before)), dtype=kept.dtype)
+    starts = range(0, len(before), _BLOCK)
+    found: list[npt.NDArray[Any]] = []
+    for start in starts:
+        old = before[start : start + _BLOCK]
+        new = _units(block[: len(old)].copy_(values[start : start + _BLOCK]))
+        differs = new != old
+        positions = np.flatnonzero(differs)
+        if _few(len(positions), len(old)):
+            old[positions] = new[positions]
+            found.append(positions)
+        else:
+            old[:] = new
+            found.append(np.packbits(differs))
+    if any(one.dtype == np.uint8 for one in found):
+        sizes = (min(_BLOCK, len(before) - start) for start in starts)
+        return np.concatenate([_bits(one, size) for one, size in zip(found, sizes, strict=True)])
+    return np.concatenate([np.empty(0, np.int64), *(one + start for one, start in zip(found, starts, strict=True))])
 
-    It takes the changed elements, and at most one bit for each element. `old` becomes `new`.
+
+def changes(pieces: Sequence[Piece], source: Source, changed: Changed) -> tuple[dict[str, Any], torch.Tensor] | None:
+    """The changes of a bucket, from its pieces; None if they take no less than the bucket itself, or are not known.
+
+    They take the changed elements, and at most one bit for each element.
     """
-    # The narrowest dtype of the bucket: wider elements are several units.
-    unit = min(8, *(dtype_named(piece.dtype).itemsize for piece in pieces))
-    size, checksum = new.numel() // unit, _Checksum()
-    positions: list[npt.NDArray[Any]] = []
-    values: list[npt.NDArray[Any]] = []
-    count = 0
-    for start in range(0, new.numel(), _CHUNK):
-        there, before = (one[start : start + _CHUNK].numpy() for one in (new, old))
-        checksum.add(there)
-        there, before = there.view(_UNITS[unit]), before.view(_UNITS[unit])
-        changed = _changed(there, before)
-        count += len(changed)
-        values.append(there[changed])
-        before[changed] = values[-1]
-        positions.append(changed if len(changed) * 32 < len(there) else _bits(changed, len(there)))
-        if count * unit + min(count * 4, -(-size // 8)) >= new.numel():
-            old[start:].copy_(new[start:])
+    counts: list[int] = []
+    parts: list[npt.NDArray[Any]] = []
+    sums: list[int] = []
+    for piece in pieces:
+        held = holding(piece, source)
+        if (known := changed.get((piece.name, held.box))) is None:
             return None
-    dense = size <= 32 * count
-    chunks = range(0, size, _CHUNK // unit)
-    if dense:
-        sizes = (min(_CHUNK // unit, size - at) for at in chunks)
-        where = [one if one.dtype == np.uint8 else _bits(one, n) for one, n in zip(positions, sizes, strict=True)]
-    else:
-        where = [(_positions(one) + at).astype(np.int32) for one, at in zip(positions, chunks, strict=True)]
-    data = np.concatenate([one.view(np.uint8) for one in where + values] or [np.empty(0, np.uint8)])
-    told = {"unit": unit, "count": count, "dense": dense, "bytes": data.nbytes, "checksum": checksum.value}
-    return told, torch.from_numpy(data)
+        view = held.of(piece.box)
+        new = _units(view.contiguous())
+        where = _places(known, held.tensor, view)
+        values = new[where]
+        counts.append(len(values))
+        sums.append(_sum(new))
+        if not _few(len(values), len(new)):
+            where = _bits(where, len(new))
+        elif where.dtype == bool:
+            where = np.flatnonzero(where)
+        parts += [where if where.dtype == np.uint8 else where.astype(np.int32), values]
+    if sum(one.nbytes for one in parts) >= sum(piece.nbytes for piece in pieces):
+        return None
+    data = torch.from_numpy(np.concatenate([one.view(np.uint8) for one in parts]))
+    return {"counts": counts, "bytes": data.nbytes, "crc": zlib.crc32(bytes_of(data)), "sums": sums}, data
 
 
-def apply(told: dict[str, Any], data: torch.Tensor, bucket: torch.Tensor) -> None:
+def apply(told: dict[str, Any], data: torch.Tensor, pieces: Sequence[Piece], bucket: torch.Tensor) -> None:
     """Turns the old bytes of `bucket` into the new ones. Raises ConnectionError if the result is not what the sender
     has.
     """
-    unit, count = told["unit"], told["count"]
-    values = bucket.numpy().view(_UNITS[unit])
-    length = -(-values.size // 8) if told["dense"] else 4 * count
-    where, new = data[:length].numpy(), data[length:].numpy()
-    if told["dense"]:
-        positions = np.unpackbits(where, count=values.size).view(bool)
-        fits = np.count_nonzero(positions) == count
-    else:
-        positions = where.view(np.int32)
-        fits = len(positions) == count and (not count or 0 <= positions.min() <= positions.max() < values.size)
-    if fits and len(new) == count * unit:
-        values[positions] = new.view(_UNITS[unit])
-        checksum = _Checksum()
-        for start in range(0, bucket.numel(), _CHUNK):
-            checksum.add(bucket[start : start + _CHUNK].numpy())
-        if checksum.value == told["checksum"]:
+    sent, at, offset = data.numpy(), 0, 0
+    if zlib.crc32(bytes_of(data)) == told["crc"]:
+        sums = []
+        for piece, count in zip(pieces, told["counts"], strict=True):
+            values = _units(bucket[offset : offset + piece.nbytes], dtype_named(piece.dtype).itemsize)
+            if _few(count, len(values)):
+                new = at + 4 * count
+                where = sent[at:new].view(np.int32)
+            else:
+                new = at - (-len(values) // 8)
+                where = np.unpackbits(sent[at:new], count=len(values)).view(bool)
+            at = new + count * values.itemsize
+            values[where] = sent[new:at].view(values.dtype)
+            sums.append(_sum(values))
+            offset += piece.nbytes
+        if sums == told["sums"]:
             return
     raise ConnectionError("the checksum of the changes differs; the whole is sent again; read the senders' logs")
 
 
-def _changed(values: npt.NDArray[Any], before: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """The positions that differ: words of eight bytes first, of which most are equal."""
-    each = 8 // values.itemsize
-    even = values.size // each * each
-    there, here = values[:even].view(np.int64), before[:even].view(np.int64)
-    words = np.flatnonzero(there != here)
-    if each * len(words) > values.size // 4:
-        return np.flatnonzero(values != before)
-    lanes = np.flatnonzero((there[words] ^ here[words]).view(values.dtype))
-    rest = even + np.flatnonzero(values[even:] != before[even:])
-    return np.concatenate([words[lanes // each] * each + lanes % each, rest])
+def _few(count: int, size: int) -> bool:
+    """Whether positions of four bytes are shorter than one bit for each element."""
+    return 32 * count < size
 
 
-def _bits(positions: npt.NDArray[Any], size: int) -> npt.NDArray[np.uint8]:
-    """One bit for each element: much less than positions, if there are many."""
+def _bits(where: npt.NDArray[Any], size: int) -> npt.NDArray[np.uint8]:
+    """One bit for each element, from these, from booleans, or from positions."""
+    if where.dtype == np.uint8:
+        return where
     everywhere = np.zeros(size, bool)
-    everywhere[positions] = True
+    everywhere[where] = True
     return np.packbits(everywhere)
 
 
-def _positions(found: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Of bits, or of positions."""
-    return np.flatnonzero(np.unpackbits(found)) if found.dtype == np.uint8 else found
+def _places(changed: npt.NDArray[Any], whole: torch.Tensor, part: torch.Tensor) -> npt.NDArray[Any]:
+    """Positions or booleans of a view of a tensor, from the positions or bits of the tensor."""
+    first = part.storage_offset() - whole.storage_offset()
+    if changed.dtype == np.uint8:
+        everywhere = torch.from_numpy(np.unpackbits(changed, count=whole.numel()).view(bool))
+        return everywhere.as_strided(part.shape, part.stride(), first).reshape(-1).numpy()
+    last = first + sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True))
+    start, stop = np.searchsorted(changed, [int(first), int(last) + 1])
+    rest = changed[start:stop] - first
+    if part.is_contiguous():
+        return rest
+    inside, positions = np.ones(len(rest), bool), np.zeros_like(rest)
+    for size, stride in zip(part.shape, part.stride(), strict=True):
+        index, rest = np.divmod(rest, stride)
+        inside &= index < size
+        positions = positions * size + index
+    return positions[inside]
 
 
-class _Checksum:
-    """Of bytes that are added in order, all but the last in whole rows: the CRC of the sums of rows and columns, in
-    which a value that is lost, moved or changed shows. It takes less than half of the time of the CRC of all.
-    """
+def _units(tensor: torch.Tensor, itemsize: int = 0) -> npt.NDArray[Any]:
+    """Its elements, as numbers whose bits are compared."""
+    return tensor.view(-1).view(_UNITS[itemsize or tensor.itemsize]).numpy()
 
-    def __init__(self) -> None:
-        self._columns = np.zeros(_ROW // 8, np.int64)
-        self._rows: list[npt.NDArray[np.int64]] = []
-        self._rest = b""
 
-    def add(self, data: npt.NDArray[np.uint8]) -> None:
-        even = data.size // _ROW * _ROW
-        words = data[:even].view(np.int64).reshape(-1, _ROW // 8)
-        self._columns += words.sum(0)  # which may overflow
-        self._rows.append(words.sum(1))
-        self._rest = data[even:].tobytes()
-
-    @property
-    def value(self) -> int:
-        return zlib.crc32(self._rest, zlib.crc32(np.concatenate([self._columns, *self._rows]).data))
+def _sum(values: npt.NDArray[Any]) -> int:
+    data = values.view(np.uint8)
+    even = data.size // 8 * 8
+    return (int(data[:even].view(np.int64).sum()) + int.from_bytes(data[even:].tobytes(), "little")) % (1 << 64)

@@ -12,7 +12,7 @@ from shardkit.core.checkpoint.plan import boxes_of
 from shardkit.weights.adapters import Factors, merged
 from shardkit.weights.boxes import Box, Held, Piece, dtype_named, intersection
 
-__all__ = ["Names", "Source", "Values", "bytes_of", "describe", "pack", "unpack"]
+__all__ = ["Names", "Source", "Values", "bytes_of", "describe", "holding", "pack", "unpack"]
 
 
 class Values(NamedTuple):
@@ -78,14 +78,19 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return tensor.numpy().data
 
 
+def holding(piece: Piece, source: Source) -> Values:
+    """The box of a sender in which a piece lies."""
+    return next(one for one in source[piece.name] if intersection(one.box, piece.box) == piece.box)
+
+
 @torch.no_grad()
 def pack(pieces: Sequence[Piece], source: Source, bucket: torch.Tensor) -> None:
     """Copies pieces into `bucket`, one after the other."""
     offset = 0
     for piece in pieces:
-        held = next(one for one in source[piece.name] if intersection(one.box, piece.box) == piece.box)
         # Into pinned memory nobody would wait for values of a GPU.
-        _in_bucket(bucket, offset, piece).copy_(held.of(piece.box), non_blocking=bucket.is_cuda)
+        values = holding(piece, source).of(piece.box)
+        _in_bucket(bucket, offset, piece).copy_(values, non_blocking=bucket.is_cuda)
         offset += piece.nbytes
 
 

@@ -364,7 +364,7 @@ class WeightReceiver(Closing):
                 self.valid, self.version = False, None
                 await asyncio.to_thread(self._unpack, pieces, data)
             elif changes:
-                await asyncio.to_thread(apply, changes, data, found.layout.staging.part(rank, offset, nbytes))
+                await asyncio.to_thread(apply, changes, data, pieces, found.layout.staging.part(rank, offset, nbytes))
                 found.changes[rank, number] = changes, data
             elif bucket is not None:
                 await asyncio.to_thread(found.layout.staging.part(rank, offset, nbytes).copy_, data)

@@ -17,7 +17,7 @@ from torch import nn
 
 from shardkit.weights.boxes import Held, Piece, decode, dtype_named, encode
 from shardkit.weights.coordinator import Coordinator
-from shardkit.weights.delta import changes
+from shardkit.weights.delta import Changed, changes, update
 from shardkit.weights.packing import Names, Source, Values, describe, pack
 from shardkit.weights.plan import BUCKET, buckets
 from shardkit.weights.streams import Bucket, Buckets, Outlet
@@ -68,7 +68,7 @@ class WeightSender(Closing):
     """Sends the weights of a sharded model to receivers in other processes; make one on every trainer rank.
 
     No tensor is gathered: each rank sends boxes of its own shards to the receivers that want them. Extra memory is two
-    buckets, and with `async_op` a copy of this rank's shards in host memory, in the dtype that is sent.
+    buckets, and with `async_op` or `delta` a copy of this rank's shards in host memory, in the dtype that is sent.
 
     Args:
         model: a model whose parameters are DTensors or plain tensors, sharded by shardkit, by stock FSDP2 or by tensor
@@ -82,7 +82,6 @@ class WeightSender(Closing):
         receivers: how many receivers must have joined before the first version is sent.
         delta: send only the elements that have changed since the version before, with a checksum, to receivers that
             have it; to others, and to those that receive in place, the whole. The result is the same to the last bit.
-            Takes a copy in host memory of the bytes that this rank sends.
         timeout: seconds to wait for a peer: for the other ranks to call `send`, for receivers to call `receive`, and
             for the next bytes of a transfer to move.
         bucket: bytes that are packed and sent at a time.
@@ -122,7 +121,8 @@ class WeightSender(Closing):
         self._free = Buckets(self._bucket)
         self._control: Connection | None = None
         self._last: Sending | None = None
-        self._copies: Source = {}  # of `async_op`, whose memory serves again
+        self._copies: Source = {}  # of `async_op` or `delta`, whose memory serves again
+        self._round: int | None = None  # in which they were sent
         self._background = ThreadPoolExecutor(1, "shardkit weights")
         self._io = IOThread()
         if self.rank == 0:
@@ -160,10 +160,14 @@ class WeightSender(Closing):
         held, source = describe(self._model, self._names, self._dtype, merge=self._merge)
         if any(one.tensor.is_cuda for parts in source.values() for one in parts):
             torch.cuda.synchronize()  # other threads pack, on streams of their own
+        offered = _Version(version, source, self._round)
+        self._round = None
+        if async_op or self._delta:
+            changed = offered.changed if self._delta else None
+            offered.source = self._copies = _snapshot(held, source, self._copies, changed)
         if not async_op:
-            return self._send(version, held, source)
-        source = self._copies = _snapshot(held, source, self._copies)
-        self._last = Sending(self._background.submit(self._send, version, held, source))
+            return self._send(offered, held)
+        self._last = Sending(self._background.submit(self._send, offered, held))
         return self._last
 
     def close(self) -> None:
@@ -180,8 +184,8 @@ class WeightSender(Closing):
 
     # -- one version
 
-    def _send(self, version: int, held: list[Held], source: Source) -> Report:
-        serving = self._serving = _Version(version, source)
+    def _send(self, serving: _Version, held: list[Held]) -> Report:
+        self._serving, version = serving, serving.number
         try:
             answer = self._io.run(self._offer(version, held))
         except BaseException:
@@ -246,7 +250,7 @@ class WeightSender(Closing):
     async def _serve(self, connection: Connection) -> None:
         """Sends a receiver the buckets that it asks for, in version after version."""
         hello = await connection.receive()
-        stream = _Stream(buckets(decode(Piece, hello["pieces"]), self._bucket))
+        runs = buckets(decode(Piece, hello["pieces"]), self._bucket)
         # Other receivers, which wait for a bucket that this one does not read, have twice the patience.
         with contextlib.closing(Outlet(connection, hello, self._timeout / 2)) as outlet:
             while True:
@@ -255,66 +259,63 @@ class WeightSender(Closing):
                 if version is None or version.number != ask["version"]:
                     return  # of a round that is over
                 version.outlets[outlet] = outlet.nbytes
-                packed = partial(self._packed, outlet, stream, ask, version.source)
-                numbers = range(int(ask["first"]), len(stream.runs))
+                self._round = ask["round"]
+                packed = partial(self._packed, outlet, runs, ask["base"], version)
+                numbers = range(int(ask["first"]), len(runs))
                 await outlet.send(numbers, self._free, self._ready, partial(asyncio.to_thread, packed))
 
     async def _ready(self, number: int) -> None:
         """All of a model is there."""
 
     def _packed(
-        self, outlet: Outlet, stream: _Stream, ask: Message, source: Source, number: int, bucket: Bucket
+        self,
+        outlet: Outlet,
+        runs: list[tuple[int, int, list[Piece]]],
+        base: int | None,
+        version: _Version,
+        number: int,
+        bucket: Bucket,
     ) -> tuple[Message, torch.Tensor | None]:
-        """The message and the bytes of a bucket, or of its changes if the receiver has the version that is kept."""
-        offset, nbytes, pieces = stream.runs[number]
+        """The message and the bytes of a bucket, or of its changes if the receiver has the version before."""
+        offset, nbytes, pieces = runs[number]
         message: Message = {"at": offset, "nbytes": nbytes}
-        device = source[pieces[0].name][0].tensor.device
-        if outlet.segment is not None and not self._delta and device.type == "cpu":
-            pack(pieces, source, outlet.segment.part(offset, nbytes))
+        if base and base == version.base and (found := changes(pieces, version.source, version.changed)) is not None:
+            message["changes"], data = found
+            return message, data
+        device = version.source[pieces[0].name][0].tensor.device
+        if outlet.segment is not None and device.type == "cpu":
+            pack(pieces, version.source, outlet.segment.part(offset, nbytes))
             return message, None
         data = bucket.on(device, nbytes)
-        pack(pieces, source, data)
-        if device.type != "cpu" and (self._delta or outlet.link(device) is None):
+        pack(pieces, version.source, data)
+        if device.type != "cpu" and outlet.link(device) is None:
             data = bucket.on(torch.device("cpu"), nbytes).copy_(data)  # waits for the device
-        if not self._delta:
-            return message, data
-        if stream.kept is None:
-            stream.kept = torch.empty(sum(nbytes for _, nbytes, _ in stream.runs), dtype=torch.uint8)
-        kept = stream.kept[offset : offset + nbytes]
-        if not ask["base"] or stream.names.get(number) != ask["base"]:
-            kept.copy_(data)
-        elif (found := changes(pieces, data, kept)) is not None:
-            message["changes"], data = found
-        stream.names[number] = ask["round"]
         return message, data
 
 
 @dataclass
 class _Version:
-    """A version that receivers can ask for; `outlets` have what they had sent before it."""
+    """A version that receivers can ask for.
+
+    Attributes:
+        base: the round in which the version before was sent.
+        changed: where this one differs from that; with `delta`, and of tensors that both have.
+        outlets: what they had sent before it.
+    """
 
     number: int
     source: Source
+    base: int | None
+    changed: Changed = field(default_factory=dict)
     outlets: dict[Outlet, int] = field(default_factory=dict)
 
 
-@dataclass
-class _Stream:
-    """This rank's pieces for one receiver, in buckets: offset, bytes, pieces.
-
-    Attributes:
-        kept: with `delta`, the bytes that were sent last.
-        names: the round in which each bucket was.
-    """
-
-    runs: list[tuple[int, int, list[Piece]]]
-    kept: torch.Tensor | None = None
-    names: dict[int, int] = field(default_factory=dict)
-
-
 @torch.no_grad()
-def _snapshot(held: list[Held], source: Source, before: Source) -> Source:
-    """Copies in host memory, in the dtypes that are sent; into those of the version before, where they fit."""
+def _snapshot(held: list[Held], source: Source, before: Source, changed: Changed | None) -> Source:
+    """Copies in host memory, in the dtypes that are sent; into those of the version before, where they fit.
+
+    If `changed` is not None, it gets what differs from the version before.
+    """
     dtypes = {one.name: dtype_named(one.dtype) for one in held}
     copies: dict[str, list[Values]] = {}
     for name, parts in source.items():
@@ -325,10 +326,15 @@ def _snapshot(held: list[Held], source: Source, before: Source) -> Source:
             if on_device.device.type != "cpu":
                 on_device = on_device.to(dtypes[name])  # cast before it is moved: fewer bytes
             copy = old.get(one.box)
-            if copy is None or copy.dtype != dtypes[name]:
+            fresh = copy is None or copy.dtype != dtypes[name]
+            if copy is None or fresh:
                 pinned = on_device.device.type == "cuda"
                 copy = torch.empty(on_device.shape, dtype=dtypes[name], pin_memory=pinned)
-            copies[name].append(Values(one.box, copy.copy_(on_device, non_blocking=True)))
+            if fresh or changed is None or copy.itemsize > 8:
+                copy.copy_(on_device, non_blocking=True)
+            else:
+                changed[name, one.box] = update(copy, on_device.cpu())
+            copies[name].append(Values(one.box, copy))
     if any(one.tensor.device.type == "cuda" for parts in source.values() for one in parts):
         torch.cuda.synchronize()
     return copies
