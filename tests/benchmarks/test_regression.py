@@ -2,106 +2,61 @@
 
 import copy
 import json
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-REGRESSION = Path(__file__).parents[2] / "benchmarks" / "regression.py"
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "regression.py"
 
 
-def _ratio(median: float, spread: float = 0.02, rounds: int = 7) -> dict[str, float]:
-    low, high = median - spread, median + spread
-    return {
-        "median": median,
-        "first_quartile": low,
-        "third_quartile": high,
-        "least": low - spread,
-        "most": high + spread,
-        "rounds": rounds,
-    }
+def ratio(median: float, spread: float = 0.02) -> dict[str, float]:
+    return {"median": median, "first_quartile": median - spread, "third_quartile": median + spread}
 
 
-def _run() -> dict[str, Any]:
-    """The form of `compare.py --json`, which test_compare.py makes for real."""
-    return {
-        "surroundings": {
-            "date": "2026-01-05 10:00",
-            "cpu": "Some CPU @ 2.50GHz",
-            "cores": 2,
-            "system": "Linux 6.1",
-            "torch": "2.13.0",
-            "commit": "abc1234",
-        },
-        "settings": {"workload": "tiny", "world_size": 2, "device": "cpu", "systems": ["shardkit", "fsdp2", "ddp"]},
-        "rows": [
-            {"key": "step", "label": "step time", "ratios": {"fsdp2": _ratio(0.5), "ddp": _ratio(0.8)}},
-            {"key": "calls", "label": "c10d calls", "ratios": {"fsdp2": _ratio(2.0, spread=0, rounds=1)}},
-        ],
-        "measured": {},
-    }
+# The parts of the form of `compare.py --json` that count, which test_compare.py makes for real.
+SAVED: dict[str, Any] = {
+    "surroundings": {"date": "2026-01-05", "cpu": "Some CPU", "cores": 2, "system": "Linux", "commit": "abc1234"},
+    "settings": {"workload": "tiny", "world_size": 2, "device": "cpu", "systems": ["shardkit", "fsdp2", "ddp"]},
+    "rows": [
+        {"key": "step", "label": "step time", "ratios": {"fsdp2": ratio(0.5), "ddp": ratio(0.8)}},
+        {"key": "calls", "label": "c10d calls", "ratios": {"fsdp2": ratio(2.0, spread=0)}},
+    ],
+}
 
 
-def _regression(directory: Path, run: dict[str, Any], *options: str) -> subprocess.CompletedProcess[str]:
-    file = directory / "new.json"
-    file.write_text(json.dumps({"runs": [run]}))
-    command = [sys.executable, str(REGRESSION), str(file), f"--results={directory / 'results'}", *options]
-    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
-
-
-@pytest.fixture
-def saved(tmp_path: Path) -> Path:
-    """A directory with one saved run."""
-    done = _regression(tmp_path, _run(), "--save")
-    assert done.returncode == 0, done.stderr
-    assert "nothing saved of this" in done.stdout
-    (file,) = (tmp_path / "results").iterdir()
-    assert json.loads(file.read_text()) == _run()
-    assert file.name == "tiny_2_cpu_shardkit.json"
-    return tmp_path
-
-
-def _changed(row: int, system: str, ratio: dict[str, float]) -> dict[str, Any]:
-    run = copy.deepcopy(_run())
-    run["rows"][row]["ratios"][system] = ratio
-    run["surroundings"]["date"] = "2026-01-06 09:00"
+def with_step(changed: dict[str, float], **more: dict[str, Any]) -> dict[str, Any]:
+    run = copy.deepcopy(SAVED)
+    run["rows"][0]["ratios"]["fsdp2"] = changed
+    for part, values in more.items():
+        run[part] |= values
     return run
 
 
-@pytest.mark.parametrize(
-    ("row", "system", "ratio", "line"),
-    [
-        (0, "fsdp2", _ratio(0.6), "step time, shardkit to fsdp2: 0.500 -> 0.600 WORSE"),
-        (1, "fsdp2", _ratio(2.5, spread=0, rounds=1), "c10d calls, shardkit to fsdp2: 2.000 -> 2.500 WORSE"),
-    ],
-)
-def test_a_ratio_that_has_grown_fails(saved: Path, row: int, system: str, ratio: Any, line: str) -> None:
-    done = _regression(saved, _changed(row, system, ratio))
-    assert done.returncode == 1, done.stdout
-    assert line in done.stdout
-    assert "1 of 3 ratios are worse" in done.stdout
+def test_only_a_ratio_that_has_clearly_grown_on_the_same_machine_is_worse(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(SCRIPT.parent)
 
+    def said(run: dict[str, Any], status: int, *options: str) -> str:
+        new, results = tmp_path / "new.json", tmp_path / "results"
+        new.write_text(json.dumps({"runs": [run]}))
+        monkeypatch.setattr(sys, "argv", ["regression.py", str(new), f"--results={results}", *options])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(SCRIPT), run_name="__main__")
+        assert ended.value.code == status
+        return capsys.readouterr().out
 
-@pytest.mark.parametrize("ratio", [_ratio(0.4), _ratio(0.54), _ratio(0.6, spread=0.2)])
-def test_better_little_or_scattered_is_no_regression(saved: Path, ratio: Any) -> None:
-    done = _regression(saved, _changed(0, "fsdp2", ratio))
-    assert done.returncode == 0, done.stdout
-    assert "WORSE" not in done.stdout
-
-
-def test_the_last_saved_run_counts(saved: Path) -> None:
-    worse = _changed(0, "fsdp2", _ratio(0.6))
-    assert _regression(saved, worse, "--save").returncode == 1  # reported, and kept as asked
-    assert _regression(saved, worse).returncode == 0
-    assert len(list((saved / "results").iterdir())) == 1
-
-
-@pytest.mark.parametrize(("part", "name", "value"), [("surroundings", "cpu", "Another"), ("settings", "world_size", 4)])
-def test_another_machine_or_configuration_is_not_compared(saved: Path, part: str, name: str, value: Any) -> None:
-    run = _changed(0, "fsdp2", _ratio(5.0))
-    run[part][name] = value
-    done = _regression(saved, run)
-    assert done.returncode == 0
-    assert "nothing saved of this" in done.stdout
+    assert "nothing saved of this" in said(SAVED, 0, "--save")
+    (file,) = (tmp_path / "results").iterdir()
+    assert file.name == "tiny_2_cpu_shardkit.json" and json.loads(file.read_text()) == SAVED
+    for unchanged in (ratio(0.4), ratio(0.54), ratio(0.6, spread=0.2)):  # better, a little worse, scattered
+        assert "WORSE" not in said(with_step(unchanged), 0)
+    for other in ({"surroundings": {"cpu": "Another"}}, {"settings": {"world_size": 4}}):
+        assert "nothing saved of this" in said(with_step(ratio(5.0), **other), 0)
+    worse = with_step(ratio(0.6))
+    text = said(worse, 1, "--save")  # reported, and kept as asked
+    assert "step time, shardkit to fsdp2: 0.500 -> 0.600 WORSE" in text and "1 of 3 ratios are worse" in text
+    said(worse, 0)
