@@ -6,7 +6,7 @@ import pytest
 from _pytest.mark.structures import ParameterSet
 
 from shardkit.core.torch_compat import GRAD_DTYPE_DECIDES
-from tests.docs.blocks import PAGES, READMES, Block, blocks, run, unseen
+from tests.docs.blocks import PAGES, READMES, blocks, run, unseen
 from tests.gpu.publish import BEGIN, END
 from tests.packaging.workspace import ROOT
 
@@ -67,30 +67,6 @@ def test_the_readme_is_a_screen_and_a_half():
     assert before.count("\n") + rest.partition(END)[2].count("\n") <= 108
 
 
-def test_blocks_are_found(tmp_path: Path):
-    page = tmp_path / "page.md"
-    page.write_text(
-        "```python\nx = 1\n```\n```bash\nls\n```\n<!-- processes: 2 -->\n\n```python\nx = 2\n```\n"
-        "- in a list\n\n  <!-- not run: needs a cluster -->\n  ```bash\n  sbatch\n  ```\n```\na drawing\n```\n"
-    )
-    assert [(b.line, b.language, b.code, b.processes, b.runs) for b in blocks(page)] == [
-        (2, "python", "x = 1\n", None, True),
-        (5, "bash", "ls\n", None, True),
-        (10, "python", "x = 2\n", 2, True),
-        (16, "bash", "sbatch\n", None, False),
-    ]
-
-
-def test_notes_that_a_reader_does_not_see_are_found(tmp_path: Path):
-    page = tmp_path / "page.md"
-    page.write_text(
-        "<!-- file: a.py -->\n```python\n```\nSave this as `b.py`:\n<!-- file: b.py -->\n```python\n```\n"
-        "As before.\n<!-- file: b.py -->\n```json\n```\n<!-- processes: 2 -->\n```python\n```\n"
-        "Start it with `torchrun\n--nproc-per-node 2 c.py`:\n<!-- processes: 2 -->\n```python\n```\n"
-    )
-    assert [problem.split()[0] for problem in unseen(page)] == ["page.md:3:", "page.md:11:", "page.md:14:"]
-
-
 def test_the_output_on_a_page_is_compared(tmp_path: Path):
     page = tmp_path / "page.md"
     page.write_text(
@@ -122,24 +98,3 @@ def test_a_block_that_would_not_be_run_is_refused(tmp_path: Path, text: str, mes
     page.write_text(text)
     with pytest.raises(ValueError, match=message):
         blocks(page)
-
-
-def test_a_file_is_there_for_the_commands_after_it(tmp_path: Path):
-    script = Block(tmp_path / "page.md", 1, "python", "raise SystemExit('no such luck')\n", {"file": "train.py"})
-    assert run(script, tmp_path).returncode == 0
-    result = run(Block(tmp_path / "page.md", 5, "bash", "python train.py\n"), tmp_path)
-    assert result.returncode == 1
-    assert "no such luck" in result.stdout
-
-
-def test_a_block_may_end_with_another_exit_status(tmp_path: Path):
-    page = tmp_path / "page.md"
-    page.write_text("<!-- exits: 3 -->\n```bash\nexit 3\n```\n")
-    (block,) = blocks(page)
-    assert run(block, tmp_path).returncode == block.status == 3
-
-
-def test_a_failing_line_ends_a_shell_block(tmp_path: Path):
-    result = run(Block(tmp_path / "page.md", 1, "bash", "false\necho went on\n"), tmp_path)
-    assert result.returncode == 1
-    assert "went on" not in result.stdout

@@ -11,17 +11,10 @@ sys.path.insert(0, str(ROOT / "website"))
 
 import error_index
 import error_remedies
-from error_sources import Raised, Sources
 
 
 def index() -> error_index.Index:
     return error_index.Index.of(ROOT)
-
-
-def raised(**modules: str) -> list[Raised]:
-    """Those of the module `one`."""
-    sources = Sources({name: ast.parse(code) for name, code in modules.items()})
-    return list(sources.raised("one"))
 
 
 def test_every_raise_is_read():
@@ -78,64 +71,6 @@ def test_an_error_of_a_helper_is_listed_with_its_words(kind: str, place: str, wo
 
 def _last_name(func: ast.expr) -> str:
     return ast.unparse(func).rsplit(".", 1)[-1]
-
-
-def test_a_raise_is_read_with_its_words():
-    code = """
-TEXT = 'expected a mesh'
-class Kept:
-    def add(self, fqn):
-        raise ValueError(f"'{fqn}' has {len(fqn.parts)} " f'parts') from None
-def check(x):
-    raise TypeError(TEXT)
-def stop(seen, few=True):
-    hint = '; use more' if few else ''
-    message = f'{seen} ranks{hint}'
-    raise OSError(5, message)
-"""
-    assert raised(one=code) == [
-        Raised("ValueError", "'{fqn}' has {len} parts", "one", "Kept.add"),
-        Raised("TypeError", "expected a mesh", "one", "check"),
-        Raised("OSError", "{seen} ranks; use more", "one", "stop"),
-    ]
-
-
-def test_a_raise_is_read_through_functions_methods_and_classes():
-    helpers = """
-def lost(fqn, because='it was replaced'):
-    return RuntimeError(f"'{fqn}' is lost, because {because}")
-class Late(Exception):
-    def __init__(self, peer):
-        super().__init__(f'rank {peer} is late')
-class Peer:
-    def gone(self):
-        return ConnectionError('the peer has ended')
-def words(names):
-    return f'none of {names} is known'
-"""
-    code = """
-from two import Late, Peer, lost, words as told
-def first(x, error=KeyError):
-    raise lost(x)
-    raise lost(x, 'it was cast')
-    raise Late(3)
-    raise x.peer.gone()
-    raise ValueError(told(x))
-    raise error('not here')
-"""
-    assert [(one.kind, one.message) for one in raised(one=code, two=helpers)] == [
-        ("RuntimeError", "'{fqn}' is lost, because it was replaced"),
-        ("RuntimeError", "'{fqn}' is lost, because it was cast"),
-        ("Late", "rank {peer} is late"),
-        ("ConnectionError", "the peer has ended"),
-        ("ValueError", "none of {names} is known"),
-        ("KeyError", "not here"),
-    ]
-
-
-@pytest.mark.parametrize("code", ["raise x", "raise make(x)", "raise ValueError(str(x))", "raise x[0]('word', 1)"])
-def test_a_raise_that_cannot_be_read_is_said(code: str):
-    assert [one.message for one in raised(one=f"def check(x):\n    {code}\n")] == [None]
 
 
 @pytest.mark.parametrize(

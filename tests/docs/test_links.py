@@ -71,22 +71,6 @@ def test_generated_pages_are_generated_and_linked_to():
     assert {(page.parent / target).resolve() for page in PAGES for target, _ in _links(page)} >= GENERATED
 
 
-def test_links_that_lead_nowhere_are_found(tmp_path: Path):
-    page = tmp_path / "page.md"
-    generated = REFERENCE / "errors.md"
-    page.write_text(
-        "# Its own *heading*\n[a](missing.md), [b](#its-own-heading), [c](#other), `[d](code.md)`, [e](https://host/)\n"
-        f"[f]({generated})\n[g]({generated}), on the site\n```\n[h](block.md)\n```\n![i](image.png)\n"
-    )
-    assert f"{generated} is generated; name its place on the site, without a link" in problems(page)
-    assert list(problems(page, home=page)) == [
-        "missing.md is not in the repository",
-        "#other: there is no such heading",
-        f"{generated} is generated; say in its line that it is on the site",
-        "image.png is not in the repository",
-    ]
-
-
 _NAMED_TEST = re.compile(r"(tests/[\w/]+\.py)(?:::(\w+))?")
 
 

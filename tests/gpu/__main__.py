@@ -114,14 +114,17 @@ def _commit() -> str:
 
 
 def _broken(all_jobs: list[Job]) -> list[Job]:
-    """The jobs; those of parts that a test names run `hang`, `fail` or `crash` of test_script.py instead."""
-    broken: dict[str, str] = json.loads(os.environ.get("SHARDKIT_GPU_TESTS_BREAK", "{}"))
-    second = Check("second", "test_script:nothing")
+    """The jobs; those of parts that a test names run functions of test_script.py instead."""
+    broken: dict[str, list[str]] = json.loads(os.environ.get("SHARDKIT_GPU_TESTS_BREAK", "{}"))
     made = [
         Job(
-            part, "broken", (Check("first", f"test_script:{how}", limit=4 if how == "hang" else 60), second), 90, "none"
+            part,
+            "broken",
+            tuple(Check(one, f"test_script:{one}", limit=4 if one == "hang" else 60) for one in ways),
+            90,
+            "none",
         )
-        for part, how in broken.items()
+        for part, ways in broken.items()
     ]
     return [*made, *(job for job in all_jobs if job.part not in broken)]
 

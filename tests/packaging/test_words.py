@@ -100,22 +100,6 @@ def stumbles_in_source(source: str) -> list[tuple[str, str]]:
     return [one for text in (*_strings(source), *_comments(source)) for one in stumbles(text)]
 
 
-@pytest.mark.parametrize(
-    ("source", "phrases"),
-    [
-        ('def f():\n    """The memory to be had."""\n', ["to be had"]),
-        ("x = 1  # it is no\ny = 2  # tensor\n", ["is no tensor"]),
-        ("x = 1  # it is no\n\n# tensor\n", []),
-        ("raise E(f'{x} will do, {y}')\n", ["will do"]),
-        ('class A:\n    x: int\n    """What it keeps."""\n', ["What it"]),
-        ('"""What\nfollows here."""\n', ["What follows"]),
-        ('print("What is this?")\n', []),
-    ],
-)
-def test_phrases_are_found_in_source(source: str, phrases: list[str]):
-    assert [phrase for phrase, _ in stumbles_in_source(source)] == phrases
-
-
 # This file has the phrases themselves. The benchmarks, examples and tests are read as often as the packages.
 SOURCES = [
     path

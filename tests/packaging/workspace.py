@@ -4,7 +4,7 @@ import ast
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,12 @@ class Source:
     def tree(self) -> ast.Module:
         return ast.parse(self.path.read_text(), filename=str(self.path))
 
-    def imports(self) -> Iterator[Import]:
+    @cache  # noqa: B019 - parsing and walking take seconds for all packages, and several tests ask for the same
+    def imports(self) -> list[Import]:
         """Every import of the file, those inside functions included, relative ones resolved."""
+        return list(self._imports())
+
+    def _imports(self) -> Iterator[Import]:
         types_only = {
             id(inner)
             for node in ast.walk(self.tree)
@@ -94,11 +98,13 @@ class Package:
     def readme(self) -> Path:
         return self.path / "README.md"
 
+    @cache  # noqa: B019 - a source keeps its tree
     def sources(self) -> list[Source]:
         src = self.path / "src"
         return [Source(path, _module_name(path.relative_to(src))) for path in sorted(src.rglob("*.py"))]
 
 
+@cache
 def packages() -> list[Package]:
     return [Package(path.parent) for path in sorted((ROOT / "packages").glob("*/pyproject.toml"))]
 

@@ -6,13 +6,11 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 
 from shardkit.core.runtime.lanes import StreamLane
 from tests.simulation.addresses import addresses
 from tests.simulation.capture import MORE, NOT_CAPTURED, Captures, check_capture
 from tests.simulation.configurations import CONFIGURATIONS
-from tests.simulation.device import Stream, replay, simulate
 from tests.simulation.training import started, whole_step
 
 EVERY = {one.name: one for one in (*MORE, *CONFIGURATIONS)}
@@ -109,87 +107,3 @@ def test_what_was_gathered_before_the_capture_is_refused(on_device: Callable[...
     assert on_device(gathered_before).startswith(
         "blocks.1: all-gather was started before the capture of the CUDA graph that uses it"
     )
-
-
-# -- the rules themselves ----------------------------------------------------------------------------------------------
-
-
-def _findings(program: Callable[[Any, Captures, torch.Tensor], None]) -> list[str]:
-    """The findings while `program` runs, which is given the device's module and a static tensor."""
-    captures = Captures()
-    with simulate(captures, 2):
-        x = torch.zeros(8, device="sim")
-        program(torch.get_device_module("sim"), captures, x)
-        captures.drop()
-    return [finding.partition(", at ")[0] for finding in captures.findings]
-
-
-def fork(joins: bool, joined: bool, works: bool = True) -> list[str]:
-    def program(module: Any, captures: Captures, x: torch.Tensor) -> None:
-        side = Stream()
-        with captures.capture([x]):
-            main = module.current_stream()
-            if joins:
-                side.wait_stream(main)
-            with module.stream(side):
-                if works:
-                    x.add_(1)
-            if joined:
-                main.wait_stream(side)
-
-    return _findings(program)
-
-
-def memory(static: bool, stays: bool) -> list[str]:
-    def program(module: Any, captures: Captures, x: torch.Tensor) -> None:
-        y = torch.ones(8, device="sim")
-        with captures.capture([x, y] if static else [x]):
-            x.add_(y)
-            if not stays:
-                y.untyped_storage().resize_(0)
-        captures.drop()
-
-    return _findings(program)
-
-
-def replays() -> list[float]:
-    """Memory that a graph frees is used again within it, and by nobody outside. The capture itself computes nothing."""
-    seen: list[float] = []
-
-    def program(module: Any, captures: Captures, x: torch.Tensor) -> None:
-        side = Stream()
-        with captures.capture([x], side) as graph:
-            at = (x + 1).data_ptr()
-            y = x + 2
-            assert y.data_ptr() == at
-            x.add_(y)
-            del y
-        assert x[0].item() == 0
-        with module.stream(side):
-            others = [torch.full((8,), 5.0, device="sim") for _ in range(8)]
-        replay(graph)
-        replay(graph)
-        seen.extend([x[0].item(), *(other.sum().item() for other in others)])
-
-    assert not _findings(program)
-    return seen
-
-
-def test_streams_join_and_are_joined(on_device: Callable[..., Any]) -> None:
-    assert on_device(fork, True, True) == []
-    (found,) = on_device(fork, True, False)
-    assert "is never waited for: aten::add" in found
-    assert on_device(fork, True, False, False) == []  # which waits and runs nothing
-    (found,) = on_device(fork, False, False)
-    assert found.endswith("is not captured")
-
-
-def test_memory_of_replays_stays_and_is_brought_up_to_date(on_device: Callable[..., Any]) -> None:
-    assert on_device(memory, True, True) == []
-    assert on_device(memory, True, False) == ["freed, and replays use it: 32 bytes"]
-    (found,) = on_device(memory, False, True)
-    assert found.startswith("read, and no replay writes it: 32 bytes")
-
-
-def test_replays_run_over_memory_of_their_own(on_device: Callable[..., Any]) -> None:
-    assert on_device(replays) == [6.0, *[40.0] * 8]

@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from shardkit.core import CPUOffloadPolicy, overlap_step
-from tests.simulation.configurations import CONFIGURATIONS, ODD, check, optimize
-from tests.simulation.device import Access, Allocation, Observer
+from tests.simulation.configurations import CONFIGURATIONS, ODD, optimize
+from tests.simulation.device import Access, Observer
 from tests.simulation.model import BlockSpec
-from tests.simulation.races import Checker
 from tests.simulation.scenarios import rates
 from tests.simulation.threads import TimedThread, stepping_on
 from tests.simulation.timeline import Timeline
@@ -67,34 +66,6 @@ def test_shards_cross_to_the_device_as_they_are(name: str, on_device: Callable[.
     assert all(any(arrived) for _, arrived in shards)
     last = len(ODD.shapes)  # the parameters of the last group, which stays unsharded until backward
     assert sorted(seen) == sorted(2 * shards[:-last] + shards[-last:])
-
-
-class _Arrivals(Observer):
-    """The memory on the device that copies from the host were written to."""
-
-    def __init__(self) -> None:
-        self.memory: list[Allocation] = []
-
-    def ran(self, name: str, stream: int, accesses: Sequence[Access]) -> None:
-        if name == "host_to_device":
-            self.memory += [access.allocation for access in accesses if access.write]
-
-
-def kept(name: str) -> tuple[int, int]:
-    """How many shards were copied to the device in the last step, and how many of these copies are left after it."""
-    (scenario,) = (one.scenario for one in CONFIGURATIONS if one.name == name)
-    observer = _Arrivals()
-    with started(scenario, "ours", observer, lambda: 0.0) as run:
-        for _ in take_steps(run):
-            copied, left = len(observer.memory), sum(one.died is None for one in observer.memory)
-            observer.memory.clear()
-        return copied, left
-
-
-def test_no_shard_stays_on_the_device_between_steps(on_device: Callable[..., Any]) -> None:
-    copied, left = on_device(kept, "CPU offload")
-    assert copied
-    assert not left
 
 
 def homes(name: str, options: dict[str, Any]) -> tuple[list[str], list[str], int]:
@@ -173,26 +144,3 @@ def test_a_step_on_the_device_is_hidden(when: str, on_device: Callable[..., Any]
         on_device(partial(time_of_a_step, "ours", one, on_device=0.5 * FORWARD)) for one in (None, when)
     )
     assert overlapped <= plain - 0.9 * 0.5 * FORWARD
-
-
-STEPS = [one for one in CONFIGURATIONS if one.name.startswith(("overlapped steps", "steps in backward"))]
-
-
-def unneeded_waits_of_steps() -> tuple[int, set[str]]:
-    """How many waits steps ask for, and those that can be left out without a finding."""
-    places: dict[Any, list[Any]] = {}
-    for one in STEPS:
-        for site in check(one).waited_at:
-            if any("/beyond/" in line for line in site.lines):
-                places.setdefault(site, []).append(one)
-
-    def found(site: Any) -> bool:
-        return any(check(one, checker=Checker(lambda at: at == site, limit=1)).findings for one in places[site])
-
-    return len(places), {str(site) for site in places if not found(site)}
-
-
-def test_every_wait_of_a_step_is_needed(on_device: Callable[..., Any]) -> None:
-    count, unneeded = on_device(unneeded_waits_of_steps)
-    assert count >= 5
-    assert unneeded == set()

@@ -24,9 +24,6 @@ STOCKS_OWN = {
 UNNEEDED_WAITS: set[str] = set()
 UNNEEDED_REFERENCES: set[str] = set()
 
-# How many streams the engine makes: for gathers and reductions, and more where all-reduces or transfers have their own.
-STREAMS = {"plain": 2, "HSDP": 3, "CPU offload": 3, "all-reduce hook": 3}
-
 
 def findings(name: str, engine: str) -> list[str]:
     (configuration,) = (one for one in CONFIGURATIONS if one.name == name)
@@ -53,27 +50,6 @@ def test_no_findings_in_stock(name: str, on_device: Callable[..., Any]) -> None:
     """The checker gives no false alarms: stock's waits have years of use behind them."""
     found = on_device(findings, name, "stock")
     assert not found, "\n".join(found)
-
-
-def streams(name: str) -> int:
-    """How many streams our engine makes."""
-    made = 0
-    new = Stream.__new__
-
-    def counting(cls: type[Stream], *args: Any, **given: Any) -> Stream:
-        nonlocal made
-        made += "stream_id" not in given
-        return new(cls, *args, **given)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Stream, "__new__", counting)
-        findings(name, "ours")
-    return made
-
-
-@pytest.mark.parametrize(("name", "count"), STREAMS.items())
-def test_streams_are_made_for_their_first_use(name: str, count: int, on_device: Callable[..., Any]) -> None:
-    assert on_device(streams, name) == count
 
 
 def reused_inputs(engine: str) -> list[str]:

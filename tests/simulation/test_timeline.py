@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import shardkit.core as ours
-from tests.simulation.scenarios import COMPARISONS, Comparison, Measured, measure, measured, named
+from tests.simulation.scenarios import COMPARISONS, Comparison, measure, measured, named
 from tests.simulation.timeline import Costs, Timeline, holds_gathered
 from tests.simulation.training import BLOCK, SHARDS, Scenario, started, whole_step
 
@@ -64,16 +64,6 @@ def test_stock_takes_what_it_is_known_to_take(name: str, on_device: Callable[...
     forward, backward = STOCK[name]
     assert set(stock.forward) == {forward}
     assert set(stock.backward) == {backward}
-
-
-def test_the_timeline_is_deterministic(on_device: Callable[..., Any]) -> None:
-    for engine in ("stock", "ours"):
-        again = on_device(measure_anew, "HSDP, copies", engine)
-        assert again == on_device(measured, "HSDP, copies", engine)
-
-
-def measure_anew(name: str, engine: str) -> Measured:
-    return measured.__wrapped__(name, engine)
 
 
 def _rows_on_page() -> dict[str, list[list[str]]]:

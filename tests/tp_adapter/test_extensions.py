@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, _init_utils
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -97,24 +96,6 @@ def test_dtensors(rank: int, world_size: int) -> None:
             assert torch.equal(OURS.chunk_dtensor(whole, place, data).full_tensor(), whole)
         with pytest.raises(ValueError, match="not on the ranks of"):
             OURS.all_gather_dtensor(chunk, None)
-
-
-@on_ranks(2)
-def test_flattening(rank: int, world_size: int) -> None:
-    mesh = rank_mesh((2,), ("tp",))
-    dtensor = distribute_tensor(torch.arange(15.0).view(5, 3), mesh, [Shard(0)]).requires_grad_()
-    local, extension = OURS.pre_flatten_transform(dtensor)
-    assert local.requires_grad and not isinstance(local, DTensor)
-    view = (local * 1.0).view_as(local)
-    view.retain_grad()
-    again = OURS.post_unflatten_transform(view, extension)
-    assert again.shape == dtensor.shape and again.placements == dtensor.placements
-    assert torch.equal(again.detach().full_tensor(), dtensor.detach().full_tensor())
-    (again * 3).sum().backward()
-    assert torch.equal(view.grad, torch.full_like(view, 3.0))
-    plain = torch.ones(2)
-    assert OURS.pre_flatten_transform(plain) == (plain, None)
-    dist.barrier()
 
 
 @on_ranks(4)

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -172,52 +171,6 @@ def test_plain_tensors_of_separate_layers_can_be_copied(rank: int, world_size: i
     cut = distribute_tensor(separate["blocks.0.q_proj.weight"], rank_mesh((2,), ("tp",)), [Shard(0)])
     with pytest.raises(ValueError, match=r"held here: .* got a DTensor of shape .*pass full_tensor\(\) of a DTensor"):
         one.copy_(cut)
-
-
-class Stacked(nn.Module):
-    """A weight and a bias: all queries, all keys, all values."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.qkv = nn.Linear(3, sum(STACK.sizes or ()))
-        declare_sub_blocks(self.qkv, "weight", STACK)
-        declare_sub_blocks(self.qkv, "bias", STACK)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.qkv(x)
-
-
-STACK = SubBlocks(("q", "k", "v"), sizes=(7, 3, 3))
-
-
-def stacked_without_tensor_parallelism(rank: int, world_size: int, path: Path, dim: int) -> None:
-    """One group, which data parallelism may cut anywhere."""
-
-    def sharded(seed: int) -> tuple[nn.Module, dict[str, Any]]:
-        model = Stacked(seed)
-        shardkit.fully_shard(model, shard_placement_fn=lambda one: Shard(min(dim, one.ndim - 1)))
-        optimizer = torch.optim.AdamW(model.parameters())
-        model(torch.ones(2, 3)).square().sum().backward()
-        optimizer.step()
-        model_state = model.state_dict()
-        flat = get_optimizer_state_dict(model, optimizer)
-        return model, {"model": logical_state_dict(model, model_state), "optimizer": logical_state_dict(model, flat)}
-
-    first, saved = sharded(1)
-    dcp.save(saved, checkpoint_id=path)
-    whole = shardkit.full_state_dict(first, rank0_only=False)
-    plain = {f"{name}.weight": torch.zeros(size, 3) for name, size in zip("qkv", (7, 3, 3), strict=True)}
-    dcp.load({"model": plain}, checkpoint_id=path)
-    assert torch.equal(torch.cat(list(plain.values())), whole["qkv.weight"])
-    second, loaded = sharded(2)
-    dcp.load(loaded, checkpoint_id=path, planner=CheckedLoadPlanner())
-    assert_equal(whole, shardkit.full_state_dict(second, rank0_only=False))
-
-
-@pytest.mark.parametrize(("world_size", "dim"), [(2, 0), (3, 0), (2, 1)])
-def test_stacked_in_different_sizes_without_tensor_parallelism(tmp_path: Path, world_size: int, dim: int):
-    run_ranks(world_size, stacked_without_tensor_parallelism, tmp_path, dim)
 
 
 @on_ranks(4)

@@ -4,8 +4,8 @@ import argparse
 from pathlib import Path
 
 import pytest
-
 from benchmarks.compression import POLICIES, Job, ModelConfig, last_loss, train
+
 from tests.support import run_ranks
 
 JOB = Job(ModelConfig(layers=2, width=64, heads=2, context=64), steps=60, lr=5e-3, text=(Path(argparse.__file__),))
