@@ -1,6 +1,6 @@
 """shardkit side by side with stock FSDP2, FSDP1, DDP and the same computation without any communication.
 
-    python benchmarks/compare.py                                    every configuration that has a goal
+    python benchmarks/compare.py                                    every configuration of benchmarks/METHOD.md
     python benchmarks/compare.py --model gpt-34m --world-size 2     one of them
     python benchmarks/compare.py --model deep-narrow --world-size 1 --profile /tmp/profiles --json out.json
     python benchmarks/compare.py --model gpt-6m --world-size 4 --optimizer muon --systems shardkit,fsdp2,alone
@@ -19,14 +19,22 @@ from typing import Any
 
 import torch
 from side_by_side.crew import CrewFailure
-from side_by_side.goals import configurations, judged, on_gpus
 from side_by_side.link import RATES, NoLink
 from side_by_side.ratios import Row, rows_of
 from side_by_side.run import Disagreement, Measured, Settings, compare
 from side_by_side.surroundings import load, surroundings
 from side_by_side.systems import COMPARED, ON_GPUS, SYSTEMS, imbalance
-from side_by_side.table import absolute_table, goal_table, ratio_table
+from side_by_side.table import absolute_table, ratio_table
 from side_by_side.workloads import OPTIMIZERS, WORKLOADS
+
+# Workloads and world sizes that are compared if none is given, by optimizer.
+CONFIGURATIONS = {
+    "adamw": [
+        *(("gpt-34m", 2), ("gpt-34m-bf16", 2), ("gpt-34m", 4), ("deep-narrow", 1), ("deep-narrow", 2)),
+        *(("lora", 2), ("uneven", 2), ("moe-like", 2)),
+    ],
+    "muon": [("gpt-6m", 2), ("gpt-6m", 4)],
+}
 
 
 def main() -> int:
@@ -75,9 +83,6 @@ def _print(settings: Settings, facts: dict[str, Any], rows: list[Row]) -> None:
         print("\n" + ratio_table(rows, first, others))
     if settings.optimizer == "muon":
         print(f"\nowned matrices: largest load over the mean {imbalance(settings.workload, settings.world_size):.3f}")
-    goals = judged(rows, settings)
-    if goals and first == "shardkit" and settings.device == "cpu":
-        print("\n" + goal_table(goals))
     sys.stdout.flush()
 
 
@@ -86,21 +91,20 @@ def _as_json(measured: Measured) -> dict[str, Any]:
 
 
 def _configurations(args: argparse.Namespace) -> list[tuple[str, int]]:
-    if args.model is None and args.device == "cuda":
-        every = on_gpus(torch.cuda.device_count())
-        return [(model, world) for model, world in every if args.world_size in (None, world)]
-    if args.model is None:
-        every = configurations(args.optimizer, args.link)
-        return [(model, world) for model, world in every if args.world_size in (None, world)]
-    return [(args.model, args.world_size or 2)]
+    if args.model is not None:
+        return [(args.model, args.world_size or 2)]
+    every = CONFIGURATIONS[args.optimizer]
+    if args.device == "cuda":  # a model that fills the GPUs, and one that the host bounds
+        every = [("llama-1b", max(1, torch.cuda.device_count())), ("deep-narrow", 1)]
+    return [(model, world) for model, world in every if args.world_size in (None, world)]
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--model", choices=WORKLOADS, help="default: all that have a goal; on GPUs a large and a deep model"
+        "--model", choices=WORKLOADS, help="default: those of benchmarks/METHOD.md; on GPUs a large and a deep model"
     )
-    parser.add_argument("--world-size", type=int, help="default: 2, or every one that has a goal")
+    parser.add_argument("--world-size", type=int, help="default: 2, or all of those")
     parser.add_argument(
         "--systems",
         type=_systems,

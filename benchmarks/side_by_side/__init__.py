@@ -4,5 +4,5 @@ networks.py   the networks            workloads.py  a network, its batch and pre
 systems.py    who shards it           rank.py       one rank process of one system
 crew.py       all ranks of a system   run.py        turns of all crews, and their results
 memory.py  traffic.py                 meters of one rank
-ratios.py  goals.py  table.py         from samples to a table
+ratios.py  table.py                   from samples to a table
 """

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-from side_by_side.goals import Goal
 from side_by_side.ratios import Ratio, Row
 
 
@@ -20,15 +19,6 @@ def ratio_table(rows: Sequence[Row], first: str, others: Sequence[str]) -> str:
     for row in rows:
         if row.ratios:
             lines.append([row.label, *(_spread(row.ratios.get(name)) for name in others)])
-    return _aligned(lines)
-
-
-def goal_table(judged: Sequence[tuple[Goal, float]]) -> str:
-    """Whether each goal is reached."""
-    lines = [["goal", "against", "at most", "measured", ""]]
-    for goal, seen in judged:
-        verdict = "reached" if seen <= goal.limit else "missed"
-        lines.append([goal.row, goal.against, f"{goal.limit:.2f}", f"{seen:.2f}", verdict])
     return _aligned(lines)
 
 
