@@ -15,7 +15,10 @@ def model() -> LlamaShaped:
 
 
 JOB = TrainingJob(
-    model, lambda: torch.randint(128, (2, 16)), optimizer=muon, policies=Policies(placements=muon_placements)
+    model,
+    lambda: torch.randint(128, (2, 16)),
+    optimizer=muon,
+    policies=Policies(placements=muon_placements, checkpoint=True),
 )
 
 

@@ -3,18 +3,15 @@
 import functools
 from collections import Counter
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
 from shardkit.core import events, fully_shard, overlap_step
-from shardkit.core.events import StorageKind
 from shardkit.tools.doctor import diagnose
 from shardkit.tools.profiling import Profile, profile
-from shardkit.tools.profiling.memory import _OF_KIND
 from shardkit.tools.profiling.recorder import _limits_of_control_groups
 from shardkit.tools.report.schema import Rank, Report
 from tests.support import rank_mesh, run_ranks
@@ -115,24 +112,6 @@ def test_gradients_that_wait_for_a_later_micro_batch_are_counted(world_size: int
         assert series.values[-1] in (0, MODEL_BYTES // world_size), "then only the sharded one"
 
 
-def _validates_first(rank: int, world_size: int) -> Report | None:
-    model = sharded_chain()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    with profile(model, optimizer) as run:
-        with torch.no_grad():
-            model(torch.randn(BATCH, WIDTH))
-        for _ in range(STEPS):
-            train(model, optimizer)
-    return run.report
-
-
-def test_parameters_are_no_activations_also_after_a_forward_that_saved_nothing() -> None:
-    for rank in run_ranks(2, _validates_first)[0].ranks:
-        series = rank.memory.categories["activations"]
-        assert max(series.values) == ACTIVATIONS
-        assert series.values[-1] == 0
-
-
 def _without_prefetch(model: Any) -> None:
     model.set_prefetch_depth(0)
 
@@ -142,19 +121,6 @@ def test_prefetches_are_counted(prepare: Any, hits: int, misses: int) -> None:
     modules = {module.fqn: module for module in report_of(2, prepare=prepare).ranks[0].modules}
     assert (modules["blocks.1"].prefetch_hits, modules["blocks.1"].prefetch_misses) == (hits, misses)
     assert modules["FSDPChain"].prefetch_misses == STEPS
-
-
-def _custom(model: Any) -> None:
-    for module in model.modules():
-        if hasattr(module, "set_custom_all_gather"):
-            module.set_custom_all_gather(DefaultAllGather())
-            module.set_custom_reduce_scatter(DefaultReduceScatter())
-
-
-def test_collectives_of_the_backend_are_recorded() -> None:
-    report = report_of(2, prepare=_custom)
-    assert {one.transport for one in report.collectives} == {"custom"}
-    assert len(report.collectives) == 3 * BLOCKS + 1
 
 
 def _replicated(rank: int, world_size: int) -> Report | None:
@@ -304,14 +270,6 @@ def test_recording_changes_no_bit_of_the_training() -> None:
         assert plain == recorded
 
 
-def test_its_own_cost_is_told() -> None:
-    for rank in report_of(2).ranks:
-        assert 0 < rank.overhead.seconds < rank.end - rank.begin
-        assert 0 < rank.overhead.share < 1
-        assert rank.overhead.entries > 100
-        assert not rank.truncated
-
-
 def _two_optimizers(rank: int, world_size: int) -> Report | None:
     model = sharded_chain()
     halves = [[*model.blocks.parameters()], [*model.inp.parameters(), *model.out.parameters()]]
@@ -345,10 +303,6 @@ def _overlapped(rank: int, world_size: int) -> int:
 
 def test_recording_does_not_wait_for_steps_under_the_next_forward() -> None:
     assert min(run_ranks(2, _overlapped)) >= BLOCKS
-
-
-def test_every_kind_of_storage_has_a_category() -> None:
-    assert set(_OF_KIND) == set(get_args(StorageKind))
 
 
 def _ends_early(rank: int, world_size: int) -> list[Report | None]:

@@ -5,8 +5,6 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 
 from shardkit.core.events import (
     BackwardEnded,
@@ -15,22 +13,17 @@ from shardkit.core.events import (
     Launched,
     ModuleBegan,
     ModuleEnded,
-    StorageAllocated,
-    StorageFreed,
     WaitFinished,
     WaitStarted,
 )
 from shardkit.tools.profiling.log import (
     Entry,
-    GradientsKept,
     Held,
     OptimizerBegan,
     OptimizerEnded,
     Whereabouts,
-    carried,
     last_complete,
 )
-from shardkit.tools.profiling.memory import Memory
 from shardkit.tools.profiling.replay import Replay
 from shardkit.tools.report.schema import Group
 
@@ -139,93 +132,3 @@ def test_shared_memory_moves_data_in_the_wait() -> None:
 def test_what_began_before_the_recording_is_left_out() -> None:
     replay = replay_of((1.0, finished("a")), (2.0, WaitFinished("a", "all-gather", 0.5, 0.5)))
     assert replay.operations == []
-
-
-def memory_of(*entries: Entry) -> Memory:
-    where = Whereabouts(True)
-    memory = Memory(entries, where)
-    for index, entry in enumerate(entries):
-        where.follow(entry)
-        memory.follow(float(index), entry)
-    return memory
-
-
-def test_memory_belongs_to_the_module_with_the_longest_name_that_fits() -> None:
-    names = ("Net", True), ("blocks.1", False), ("blocks.10", False), ("a, b", False)
-    memory = memory_of(*(ModuleBegan(name, "forward", root) for name, root in names))
-    owners = {fqn: memory.owner(fqn) for fqn in ("blocks.10.w", "blocks.1.w", "b.w", "head.w", "blocks.1: tied.w")}
-    assert owners == {
-        "blocks.10.w": "blocks.10",
-        "blocks.1.w": "blocks.1",
-        "b.w": "a, b",
-        "head.w": "Net",
-        "blocks.1: tied.w": "blocks.1",
-    }
-
-
-def test_the_peak_is_the_largest_sum_and_says_where_it_was() -> None:
-    result = memory_of(
-        ROOT[0],
-        Held("sharded_parameters", "", 10),
-        StorageAllocated("w", 100, "unsharded"),
-        Held("activations", 1, 7),
-        StorageFreed("w", 100, "unsharded"),
-        StorageAllocated("Net", 50, "outbox"),
-        Held("activations", 1, 0),
-    ).result()
-    assert (result.peak, result.peak_time, result.peak_module, result.peak_phase) == (117, 3.0, "Net", "forward")
-    assert {name: size for name, size in result.peak_categories.items() if size} == {
-        "sharded_parameters": 10,
-        "unsharded_parameters": 100,
-        "activations": 7,
-    }
-    assert result.categories["communication"].values == [50]
-    assert result.categories["activations"].values == [7, 0]
-
-
-def test_gradients_count_from_when_backward_makes_them_until_they_are_sharded() -> None:
-    values = memory_of(
-        ROOT[0],
-        ModuleBegan("a", "backward", False),
-        Held("gradients", "a.w", 10),
-        Held("gradients", "a.b", 3),
-        Held("gradients", "a.b", 3),  # added to the one that is there
-        Held("gradients", "head.w", 100),
-        StorageAllocated("a", 13, "gradient"),
-        StorageFreed("a", 13, "gradient"),
-        GradientsKept(("head.w",)),
-        GradientsKept(()),
-    ).result()
-    assert values.categories["gradients"].values == [10, 13, 113, 103, 100, 113, 100, 0]
-    assert values.modules["a"].values[-1] == 0
-
-
-def test_memory_from_before_the_recording_never_makes_less_than_nothing() -> None:
-    result = memory_of(ROOT[0], StorageFreed("w", 100, "unsharded"), StorageAllocated("w", 30, "unsharded")).result()
-    assert result.categories["unsharded_parameters"].values == [0, 30]
-
-
-ENTRIES = st.lists(
-    st.one_of(
-        st.builds(StorageAllocated, st.sampled_from("ab"), st.integers(1, 9), st.just("unsharded")),
-        st.builds(Held, st.just("activations"), st.integers(0, 3), st.integers(0, 9)),
-        st.builds(Held, st.sampled_from(["optimizer", "sharded_gradients"]), st.just(""), st.integers(0, 9)),
-    ),
-    max_size=30,
-)
-
-
-@given(ENTRIES)
-def test_a_log_that_is_cut_begins_where_the_other_one_ended(entries: list[Entry]) -> None:
-    whole, cut = memory_of(ROOT[0], *entries), memory_of(ROOT[0], *carried(entries))
-
-    def level(memory: Memory, category: str) -> int:
-        values = memory.result().categories[category].values
-        return values[-1] if values else 0
-
-    for category in ("unsharded_parameters", "activations", "optimizer", "gradients"):
-        assert level(whole, category) == level(cut, category)
-
-
-def test_what_was_resident_in_the_warm_up_is_not_carried_on() -> None:
-    assert carried([Held("resident", "", 9), Held("optimizer", "", 4)]) == [Held("optimizer", "", 4)]

@@ -42,19 +42,6 @@ def test_the_majority_is_where_all_should_be() -> None:
     assert "different branches: all-gather number 1 was on rank 0 of 'blocks.1', rank 1 of 'blocks.1', rank 2" in text
 
 
-def test_a_rank_that_has_started_but_not_come_to_wait_is_there() -> None:
-    text = verdict({0: said(0, wait(), HERE), 1: said(1, None, HERE), 2: said(2, None, started("blocks.0"))}, {})
-    assert "  there: rank 0, rank 1" in text
-    assert "missing: rank 2" in text
-
-
-def test_what_is_forgotten_is_not_compared() -> None:
-    ahead = started("x", "y", count=100)
-    text = verdict({0: said(0, wait(), HERE), 1: said(1, None, ahead), 2: said(2, None, ahead)}, {})
-    assert "branch" not in text
-    assert "there: rank 0, rank 1, rank 2" in text
-
-
 def test_groups_over_the_same_ranks_are_told_apart() -> None:
     """Two models with a mesh each: one rank is late in the second model, and nobody took another branch."""
     teacher = started("teacher", "teacher", group="2")
@@ -72,15 +59,6 @@ def test_set_up_is_waited_for_by_all() -> None:
     text = verdict({0: said(0, meeting), 1: said(1, None)}, {})
     assert "rank 0 has waited 3 s for set-up of 'Net'" in text
     assert "missing: rank 1: it is elsewhere" in text
-
-
-def test_the_line_that_is_shown_is_the_users() -> None:
-    stack = (
-        "/home/me/train.py:7 in step",
-        "/x/site-packages/torch/nn.py:1 in call",
-        "/y/shardkit/core/engine/step.py:2 in f",
-    )
-    assert "at /home/me/train.py:7 in step" in verdict({0: said(0, wait(), HERE, stack=stack)}, {})
 
 
 def test_statements_travel_as_text_and_places_tell_the_condition_of_a_process() -> None:
