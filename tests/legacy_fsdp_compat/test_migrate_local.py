@@ -1,20 +1,17 @@
 """Files of ranks that are easily misread: ties, alignment, two models, optimizers by number, hybrid runs, DTensors."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from shardkit.legacy_fsdp_compat.migrate import CheckpointError, convert, open_checkpoint, shapes_of_file
-from shardkit.legacy_fsdp_compat.migrate.command import main
-from tests.legacy_fsdp_compat.both import CPU, OURS, STOCK, api, whole_state
+from tests.legacy_fsdp_compat.both import CPU, OURS, STOCK, api
 from tests.support import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -54,11 +51,6 @@ def wrapped(kind: type[nn.Module], use_orig_params: bool, engine: str = STOCK, *
     names = api(engine)
     policy = names.ModuleWrapPolicy({nn.Sequential})
     return names.FSDP(build(kind), auto_wrap_policy=policy, use_orig_params=use_orig_params, device_id=CPU, **arguments)
-
-
-def across() -> tuple[nn.Module, dict[str, Any]]:
-    """For --model: a unit whose parameter is tied to one of the unit around it."""
-    return build(Tied), {"auto_wrap_policy": api(OURS).ModuleWrapPolicy({nn.Embedding})}
 
 
 def local_state(model: nn.Module) -> dict[str, Any]:
@@ -108,12 +100,6 @@ def write(rank: int, world_size: int, what: str, use_orig_params: bool, director
         model = wrapped(Two, use_orig_params, engine=OURS, process_group=pairs[rank % 2])
         with ours.FSDP.state_dict_type(model, ours.StateDictType.LOCAL_STATE_DICT):
             state = model.state_dict()
-    elif what == "ties across units":
-        ours = api(OURS)  # stock does not keep them
-        model, arguments = across()
-        model = ours.FSDP(model, use_orig_params=use_orig_params, device_id=CPU, **arguments)
-        with ours.FSDP.state_dict_type(model, ours.StateDictType.LOCAL_STATE_DICT):
-            state = {"model": model.state_dict()}
     elif what == "names":
         groups = [{"lr": 0.1, "params": list(build(Two).state_dict())}]
         state = {
@@ -177,61 +163,6 @@ def test_ties(use_orig_params: bool, tmp_path: Path):
     else:
         with pytest.raises(CheckpointError, match="mark tied parameters"):
             open_checkpoint(files, {**shapes, "head.weight": (7, 4)})
-
-
-def load_tied(rank: int, world_size: int, directory: Path, use_orig_params: bool) -> None:
-    """On our engine, whose ties across units hold, the files are for any number of ranks, but not for stock."""
-    names = api(OURS)
-    for source in ("sharded", "dcp", "local"):
-        model, arguments = across()
-        model = names.FSDP(model, use_orig_params=use_orig_params, device_id=CPU, **arguments)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.zero_()
-        kind = names.StateDictType.LOCAL_STATE_DICT if source == "local" else names.StateDictType.SHARDED_STATE_DICT
-        with names.FSDP.state_dict_type(model, kind):
-            if source == "dcp":
-                state = {"model": model.state_dict()}
-                dcp.load(state, checkpoint_id=directory / source)
-            else:
-                state = torch.load(directory / source / f"rank{rank}.pt", weights_only=False)
-            if source == "local":
-                with pytest.raises((RuntimeError, ValueError), match="flat_param"):
-                    model.load_state_dict(state["model"])
-            else:
-                model.load_state_dict(state["model"])
-                assert_is(whole_state(OURS, model), Tied)
-
-
-@pytest.mark.parametrize(("option", "use_orig_params"), [("--model", True), ("--config", True), ("--config", False)])
-def test_ties_across_units(option: str, use_orig_params: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """Our engine keeps them. FSDP1 does not: its forward fails with use_orig_params=True, so this is refused."""
-    (tmp_path / "ours").mkdir()
-    run_ranks(2, write, "ties across units", use_orig_params, tmp_path / "ours")
-    shapes = {name: list(value.shape) for name, value in build(Tied).state_dict().items()}
-    config = {
-        "use_orig_params": use_orig_params,
-        "units": {"": None, "emb": None},
-        "buffers": ["scale"],
-        "shapes": {**shapes, "head.weight": "emb.weight"},
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    known = [option, f"{__name__}:across" if option == "--model" else str(tmp_path / "config.json"), "--no-progress"]
-    for to in (["full"], ["sharded", "--ranks", "3"]):
-        assert main([str(tmp_path / "ours"), str(tmp_path / to[0]), "--to", *to, *known]) == 0
-        assert_is(whole(open_checkpoint(tmp_path / to[0]), "model"), Tied)
-    parts = option == "--model" or not use_orig_params
-    local = [str(tmp_path / "ours"), str(tmp_path / "local"), "--to", "local", "--ranks", "3", *known]
-    assert main(local) == (0 if parts else 2)
-    if parts:
-        for_stock = {name: tuple(shape) for name, shape in shapes.items()}
-        assert_is(whole(open_checkpoint(tmp_path / "local", for_stock), "model"), Tied)
-        said = capsys.readouterr().err
-        assert "note: ['head.weight'] are tied to parameters of other FSDP modules" in said
-        assert main([str(tmp_path / "ours"), str(tmp_path / "dcp"), *known]) == 0
-        run_ranks(3, load_tied, tmp_path, use_orig_params)
-    else:
-        assert "'head.weight' is tied to 'emb.weight' of another FSDP module" in capsys.readouterr().err
 
 
 def test_alignment_that_fits_by_chance(tmp_path: Path):

@@ -38,9 +38,6 @@ class Net(nn.Module):
         return self.head(x) + 2 * self.other(x)
 
 
-TIES = {"head.weight": "emb.weight", "other.weight": "emb.weight"}
-
-
 def build(engine: str = OURS) -> tuple[nn.Module, dict[str, Any]]:
     """For --model, and with stock's policy."""
     torch.manual_seed(0)

@@ -96,22 +96,6 @@ def test_plain_whole_tensors_fill_what_each_rank_holds(move):
         assert torch.equal(local, region.take(fused).view(local.shape))
 
 
-def test_a_part_has_as_many_boxes_as_places():
-    """Rows 1-6 of  q q k v | q q k v: the end of a group and the beginning of the next."""
-    blocks, fused = SubBlocks(("q", "k", "v"), sizes=(2, 1, 1)), torch.arange(8.0)
-    region = Region((((1, 7),),))
-    local = region.take(fused).clone()
-    q, k, v = (logical_part(local, region, (8,), blocks, number) for number in range(3))
-    assert [chunk.offsets[0] for chunk in q.__create_chunk_list__()] == [1, 2]
-    assert [chunk.offsets[0] for chunk in k.__create_chunk_list__()] == [0, 1]
-    assert [chunk.offsets[0] for chunk in v.__create_chunk_list__()] == [0]
-    assert v.boxes.places is None and v.local.data_ptr() == local[2:].data_ptr(), "in one piece: just a view of it"
-    assert (q.packed().tolist(), k.packed().tolist(), v.packed().tolist()) == ([1, 4, 5], [2, 6], [3])
-    k.fill_(-1)
-    q.copy_(LogicalTensor.of(torch.tensor([10.0, 20.0, 30.0]), q.boxes.packed()))
-    assert local.tolist() == [10, -1, 3, 20, 30, -1]
-
-
 def test_whole_is_a_copy_of_what_lies_here_entirely():
     blocks, fused = SubBlocks(("q", "k"), sizes=(2, 1)), torch.arange(6.0)
     q = logical_part(fused, Region.whole((6,)), (6,), blocks, 0)

@@ -11,7 +11,6 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardkit.core.parameters.region import region_at
-from shardkit.tp_adapter import placing
 from shardkit.tp_adapter.placing import Axis, order_of_cuts, region_held, torch_reads_truly
 from shardkit.tp_adapter.torch_compat import FALLS_BACK
 
@@ -64,30 +63,6 @@ def test_placements_say_what_ranks_hold(layout):
 
 
 @pytest.mark.parametrize(
-    ("axes", "placements"),
-    [
-        ([Axis(2, None), Axis(2, Shard(0))], (_StridedShard(0, split_factor=2), Shard(0))),
-        ([Axis(2, None), Axis(2, Shard(1))], (Shard(0), Shard(1))),
-        ([Axis(2, None), Axis(2, Replicate())], (Shard(0), Replicate())),
-        (
-            [Axis(2, Replicate()), Axis(2, None), Axis(4, Shard(0))],
-            (Replicate(), _StridedShard(0, split_factor=4), Shard(0)),
-        ),
-        ([Axis(2, Shard(0)), Axis(2, None)], (Shard(0), Shard(0))),
-    ],
-)
-def test_even_sizes_keep_the_order_of_stock(axes, placements):
-    assert order_of_cuts((16, 16), 0, axes) == (tuple(range(len(axes))), placements)
-
-
-def test_even_cuts_are_not_looked_at_rank_by_rank():
-    before = placing._is_true.cache_info().misses
-    axes = [Axis(256, None), Axis(8, Shard(0))]
-    assert order_of_cuts((14336,), 0, axes) == ((0, 1), (_StridedShard(0, split_factor=8), Shard(0)))
-    assert placing._is_true.cache_info().misses == before
-
-
-@pytest.mark.parametrize(
     ("length", "sizes", "placements", "truly"),
     [
         (16, (2, 4), (_StridedShard(0, split_factor=2), Shard(0)), False),
@@ -102,15 +77,6 @@ def test_even_cuts_are_not_looked_at_rank_by_rank():
 )
 def test_what_torch_reads_truly(length, sizes, placements, truly):
     assert torch_reads_truly((length,), sizes, placements) == truly
-
-
-def test_uneven_sizes_change_the_order_only_where_placements_would_lie():
-    axes = [Axis(4, None), Axis(2, Shard(0))]
-    assert order_of_cuts((10,), 0, axes) == ((0, 1), (_StridedShard(0, split_factor=2), Shard(0)))
-    assert order_of_cuts((9,), 0, axes) == ((1, 0), (Shard(0), Shard(0)))
-    # With the order kept, (dp 3, tp 1) would be said to hold nothing, while it holds row 8.
-    assert region_at("", (9,), (_StridedShard(0, split_factor=2), Shard(0)), (4, 2), (3, 1)).numel == 0
-    assert region_held("", (9,), 0, axes, (3, 1)).runs == (((8, 9),),)
 
 
 def test_a_strided_model_placement_comes_first():
