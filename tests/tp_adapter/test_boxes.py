@@ -37,12 +37,6 @@ def test_answers_where_its_boxes_lie():
     assert not local[2:].any(), "a checkpoint that is loaded is written into the tensor itself"
 
 
-def test_an_empty_part_has_no_boxes():
-    empty = BoxedTensor.of(WHOLE[:0], Boxes(WHOLE.shape, Region(((), ((0, 3),)))))
-    assert empty.__create_write_items__("w", empty) == []
-    assert empty.__create_chunk_list__() == []
-
-
 def test_what_keeps_elements_in_place_keeps_boxes():
     local = boxed()
     kept = [local.detach(), torch.zeros_like(local), local.clone(), local.to(torch.bfloat16), local.view(4, 3)]
@@ -50,23 +44,6 @@ def test_what_keeps_elements_in_place_keeps_boxes():
     assert all(one.boxes is BOXES for one in kept)
     others = [local + 1, local.t(), local[1:], local.view(-1), local.sum(), local.plain()]
     assert [type(one) for one in others] == [torch.Tensor] * len(others)
-
-
-def test_memory_is_shared_and_optimizers_work():
-    plain = REGION.take(WHOLE)
-    local = BoxedTensor.of(plain, BOXES)
-    local.add_(1)
-    assert torch.equal(plain, REGION.take(WHOLE) + 1)
-    grad = torch.ones_like(plain)
-    for options in ({"foreach": True}, {"fused": True}, {}):
-        expected = plain.clone()
-        torch.optim.AdamW([p := torch.nn.Parameter(expected)], lr=0.1, **options).zero_grad()
-        p.grad = grad.clone()
-        torch.optim.AdamW([p], lr=0.1, **options).step()
-        mine = BoxedTensor.of(plain, BOXES).requires_grad_()
-        mine.grad = BoxedTensor.of(grad, BOXES)
-        torch.optim.AdamW([mine], lr=0.1, **options).step()
-        assert torch.equal(plain, p.detach()), options
 
 
 def saved_and_loaded(state: Any) -> Any:

@@ -11,8 +11,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp as stock
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import shardkit.core as shardkit
 from shardkit.core import Blocks
@@ -53,30 +52,6 @@ def load(rank: int, world_size: int, path: Path, again: Path | None, name: str, 
     SPECS[name].loss(trainee.model, 5).backward()
     trainee.optimizer.step()
     return full
-
-
-LONG = [(4, 1), (1, 2), (1, 1), (1, 2, 2), (2, 2)]
-SHORT = [(4, 1), (1, 1), (2, 2)]
-
-
-@pytest.mark.daily(name=["uneven_language", "packed"])
-@pytest.mark.parametrize(
-    ("name", "optimizer", "chain"),
-    [
-        ("tied", "adamw", LONG),
-        ("uneven_language", "sgd", SHORT),
-        ("packed", "adamw", SHORT),
-    ],
-    ids=lambda value: value if isinstance(value, str) else str(len(value)),
-)
-def test_any_change_of_meshes(tmp_path: Path, name: str, optimizer: str, chain: list[tuple[int, ...]]):
-    """From 2x2 over other meshes back to 2x2: the values are the same at the end."""
-    how = {"optimizer": optimizer}
-    expected = run_ranks(4, save, tmp_path / "0", name, (2, 2), how)[0]
-    for number, shape in enumerate(chain):
-        again = tmp_path / str(number + 1)
-        for seen in run_ranks(math.prod(shape), load, tmp_path / str(number), again, name, shape, how):
-            assert_equal(expected, seen)
 
 
 @pytest.mark.daily(name=["uneven"])
@@ -141,28 +116,6 @@ def save_with(rank: int, world_size: int, path: Path, name: str, shape: tuple[in
 
 def load_with(rank: int, world_size: int, path: Path, name: str, shape: tuple[int, ...], who: str) -> Any:
     return load(rank, world_size, path, None, name, shape, {"api": stock if who == "stock" else shardkit})
-
-
-def disjoint(rank: int, world_size: int, path: Path) -> str:
-    """A fused weight's rows of one rank lie in two places: stock takes them for one box, and refuses to save."""
-    mesh = rank_mesh((1, 2), ("dp", "tp"))
-    whole = torch.arange(24.0).view(8, 3)
-    rows = torch.tensor([[0, 1, 4, 5], [2, 3, 6, 7]])[rank]
-    spoken = [Replicate(), _StridedShard(0, split_factor=2)]
-    theirs = DTensor.from_local(whole[rows], mesh, spoken, run_check=False)
-    assert torch.equal(theirs.full_tensor(), whole)
-    with pytest.raises(dcp.api.CheckpointException) as refused:
-        dcp.save({"weight": theirs}, checkpoint_id=path / "stock")
-    trainee = Trainee.of("fused", (1, 2), 1)
-    weight = trainee.model.state_dict()["blocks.0.gate_up.weight"]
-    assert [tuple(chunk.offsets) for chunk in weight.__create_chunk_list__()] == [(rank * 4, 0), (8 + rank * 4, 0)]
-    trainee.save(path / "ours")
-    return str(refused.value)
-
-
-def test_the_disjoint_case_that_stock_refuses(tmp_path: Path):
-    for text in run_ranks(2, disjoint, tmp_path):
-        assert "Failed to validate global plan" in text or "overlapping" in text
 
 
 def damaged(rank: int, world_size: int, path: Path, damage: str) -> str:

@@ -1,11 +1,7 @@
-"""Fused weights: trained as one process does, whole and in order in every state, saved under either kind of names."""
-
-from pathlib import Path
-from typing import Any
+"""Trained and clipped as one process does it; fused weights are whole and in order in every state."""
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -14,10 +10,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 import shardkit.core as shardkit
-from shardkit.core.runtime.shared import segment
-from shardkit.tp_adapter import CheckedLoadPlanner, SubBlocks, logical_state_dict
-from shardkit.tp_adapter.boxes import BoxedTensor
-from tests.support import on_ranks, rank_mesh, run_ranks
+from shardkit.tp_adapter import SubBlocks, logical_state_dict
+from tests.support import on_ranks, rank_mesh
 from tests.support.twins import Twins, assert_close
 from tests.tp_adapter.models import HEADS, NAMES, PROJECTIONS, SPECS, build, shard
 from tests.tp_adapter.trainee import Trainee
@@ -27,6 +21,9 @@ from tests.tp_adapter.trainee import Trainee
 @pytest.mark.parametrize(
     ("name", "shape"),
     [
+        ("language", (2, 2)),
+        ("uneven", (2, 2)),
+        ("uneven_language", (2, 2)),
         ("fused", (2, 2)),
         ("packed", (2, 2)),
         ("packed", (4, 1)),
@@ -50,6 +47,13 @@ def test_trains_like_one_process(rank: int, world_size: int, name: str, shape: t
     theirs = dict(whole.named_parameters())
     for step in range(2):
         twins.backward(lambda one, place, step=step: spec.loss(one, 10 * step + place))
+        twins.check_gradients()
+        norm_type = 2.0 if step else float("inf")
+        norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.01, norm_type)
+        assert norm > 0.01, "nothing would be clipped"
+        torch.testing.assert_close(
+            shardkit.clip_grad_norm_(model.parameters(), 0.01, norm_type), norm, rtol=1e-5, atol=0
+        )
         twins.check_gradients()
         for optimizer in optimizers:
             optimizer.step()
@@ -108,22 +112,6 @@ def test_replaced_parameters_stay_fused(rank: int, world_size: int) -> None:
     assert "blocks.0.gate.weight" in logical_state_dict(model, model.state_dict())
 
 
-@on_ranks(4)
-def test_several_boxes_in_shared_memory(rank: int, world_size: int) -> None:
-    """A shard of several boxes lies in memory that peers can read, so the whole group does without an outbox."""
-    mesh, model = rank_mesh((2, 2), NAMES[2]), build("packed")
-    SPECS["packed"].parallelize(model, mesh["tp"])
-    shardkit.fully_shard(model, mesh=mesh["dp"])
-    local = model.qkv.weight.to_local()
-    assert len(local.boxes.chunk_list()) == 2
-    expected = local.plain().clone()
-    for _ in range(2):
-        SPECS["packed"].loss(model, rank // 2).backward()
-        local = model.state_dict()["qkv.weight"].to_local()
-        assert segment.locate(local.plain()) is not None
-        assert isinstance(local, BoxedTensor) and torch.equal(local.plain(), expected)
-
-
 @on_ranks(1)
 def test_every_kind_of_state_dict(rank: int, world_size: int) -> None:
     trainee = Trainee.of("packed", (1, 1), 1)
@@ -150,37 +138,6 @@ def test_every_kind_of_state_dict(rank: int, world_size: int) -> None:
     logical = logical_state_dict(model, model.state_dict())
     assert {"k.weight", "k.bias", "twin.v.weight", "out.weight"} < logical.keys()
     assert not [name for name in logical if "qkv" in name]
-
-
-def save_asynchronously(rank: int, world_size: int, path: Path, name: str) -> None:
-    """As soon as async_save returns, training may go on."""
-
-    def state_of(trainee: Trainee, logical: bool) -> dict[str, Any]:
-        state = trainee.state()
-        return {kind: logical_state_dict(trainee.model, state[kind]) for kind in state} if logical else state
-
-    trainee = Trainee.of(name, (2, 2), 1)
-    expected = trainee.full()
-    locals_of = [parameter.to_local().detach() for parameter in trainee.model.parameters()]
-    before = [local.clone() for local in locals_of]
-    for logical in (False, True):
-        saved = dcp.async_save(state_of(trainee, logical), checkpoint_id=path / str(logical))
-        for local in locals_of:
-            local.fill_(7.0)
-        saved.result()
-        for local, value in zip(locals_of, before, strict=True):
-            local.copy_(value)
-    for logical in (False, True):
-        other = Trainee.of(name, (2, 2), 2)
-        state = state_of(other, logical)
-        dcp.load(state, checkpoint_id=path / str(logical), planner=CheckedLoadPlanner())
-        seen = other.full()
-        assert not [name for name in expected if not torch.equal(seen[name], expected[name])], logical
-
-
-@pytest.mark.parametrize("name", ["packed", "grouped"])
-def test_asynchronous_saves(tmp_path: Path, name: str):
-    run_ranks(4, save_asynchronously, tmp_path, name)
 
 
 @on_ranks(4)

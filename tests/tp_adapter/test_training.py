@@ -1,7 +1,7 @@
-"""Training in two and three dimensions, bit for bit as stock fully_shard does it, and as a single process does it."""
+"""Training in two and three dimensions, bit for bit as stock fully_shard does it."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -21,126 +21,88 @@ from torch.distributed.tensor.parallel import (
 import shardkit.core as shardkit
 from shardkit.core.torch_compat import GRAD_DTYPE_DECIDES
 from tests.support import on_ranks, rank_mesh, run_ranks
-from tests.support.parity import sum_in_rank_order
+from tests.support.features import Feature
+from tests.support.models import ModelSpec
+from tests.support.parity import CANDIDATE, Case, compare_training, sum_in_rank_order, train
 from tests.support.trace import Trace, assert_same
-from tests.tp_adapter.models import NAMES, OPTIMIZERS, SPECS, build, shard
-
-MESHES = [(1, 2), (2, 1), (2, 2), (1, 4), (2, 1, 2), (1, 2, 2)]
+from tests.tp_adapter.models import NAMES, SPECS, build, shard
 
 
 @dataclass(frozen=True)
-class Case:
-    """One training run."""
+class Parallel(Case):
+    """A run of the harness on a mesh whose last axis is tensor-parallel; ranks along it get the same data."""
 
-    model: str
-    mesh: tuple[int, ...]
-    options: dict[str, Any] = field(default_factory=dict)
+    mesh: tuple[int, ...] = (2, 2)
     frozen: bool = False
-    micro_batches: int = 1
-    optimizer: str = "adamw"
+    gather: bool = True
 
-    def meshes(self) -> tuple[DeviceMesh, DeviceMesh]:
-        """The data-parallel mesh and the tensor-parallel one."""
-        whole = rank_mesh(self.mesh, NAMES[len(self.mesh)])
-        return whole["dp"] if len(self.mesh) == 2 else whole["dp_replicate", "dp_shard"], whole["tp"]
+    def data(self) -> DeviceMesh:
+        mesh = rank_mesh(self.mesh, NAMES[len(self.mesh)])
+        return mesh["dp"] if len(self.mesh) == 2 else mesh["dp_replicate", "dp_shard"]
 
-    def arguments(self, api: Any) -> dict[str, Any]:
-        """The options, with names of policies turned into objects of this API."""
-        # Before torch 2.15 stock sums over tensor parallelism in bf16, whatever reduce_dtype says.
-        sums = torch.float32 if GRAD_DTYPE_DECIDES else None
-        policies = {
-            "bf16": api.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=sums),
-            "offload": api.CPUOffloadPolicy(pin_memory=False),
-            "last dim": lambda parameter: Shard(parameter.ndim - 1),
-        }
-        return {name: policies.get(value, value) for name, value in self.options.items()}
+    @property
+    def spec(self) -> ModelSpec:
+        given = SPECS[self.model]
 
+        def built() -> nn.Module:
+            model = given.build()
+            if self.frozen:
+                model.blocks[0].up.requires_grad_(False)
+                model.blocks[1].down.bias.requires_grad_(False)
+            return model
 
-def sharded(case: Case, api: Any) -> nn.Module:
-    model = build(case.model)
-    if case.frozen:
-        model.blocks[0].up.requires_grad_(False)
-        model.blocks[1].down.bias.requires_grad_(False)
-    data, tensor = case.meshes()
-    SPECS[case.model].parallelize(model, tensor)
-    shard(model, api, data, **case.arguments(api))
-    return model
+        return ModelSpec(
+            built,
+            lambda generator: (given.inputs(generator),),
+            lambda output: (output - 0.5).square().mean(),
+            lambda model: [*model.blocks],
+        )
 
+    @property
+    def chosen(self) -> list[Feature]:
+        def apply(model: nn.Module, api: Any, spec: ModelSpec, options: dict[str, Any]) -> None:
+            SPECS[self.model].parallelize(model, rank_mesh(self.mesh, NAMES[len(self.mesh)])["tp"])
+            shard(model, api, self.data(), **options)
 
-def train(rank: int, case: Case, api: Any, full: bool) -> Trace:
-    model = sharded(case, api)
-    if api is stock:
-        sum_in_rank_order(model)
-    optimizer = OPTIMIZERS[case.optimizer](p for p in model.parameters() if p.requires_grad)
-    data = case.meshes()[0]
-    data_rank = sum(i * s for i, s in zip(data.get_coordinate(), (data.size(-1), 1)[-data.ndim :], strict=True))
-    trace = Trace()
-    for step in range(2):
-        for micro in range(case.micro_batches):
-            last = micro == case.micro_batches - 1
-            model.set_requires_gradient_sync(last)
-            loss = SPECS[case.model].loss(model, 100 * step + 10 * micro + data_rank)
-            loss.backward()
-            trace.add(f"step {step}.{micro}: loss", loss)
-        trace.add_gradients(f"step {step}", model, full=full)
-        optimizer.step()
-        optimizer.zero_grad()
-        trace.add_parameters(f"step {step}", model, full=full)
-    trace.add_tree("state dict", dict(model.state_dict()))
-    trace.add_tree("optimizer", optimizer.state_dict())
-    return trace
+        return [*super().chosen, Feature(frozenset({"apply"}), apply=apply)]
+
+    def __str__(self) -> str:
+        kinds = [*self.features, *(["frozen"] if self.frozen else [])]
+        return "-".join([self.model, "x".join(map(str, self.mesh)), *kinds, self.optimizer])
 
 
-def compare_with_stock(rank: int, world_size: int, case: Case) -> None:
-    assert_same(train(rank, case, stock, full=True), train(rank, case, shardkit, full=True))
+def compare(rank: int, world_size: int, case: Parallel) -> None:
+    compare_training(case.data().mesh.flatten().tolist().index(rank), world_size, case)
 
 
-def cases() -> Iterator[Case]:
-    for mesh in MESHES:
-        yield Case("language", mesh)
-    yield Case("tensor", (2, 2))
-    yield Case("tied", (2, 2))
-    yield Case("tied", (1, 2, 2))
-    yield Case("tensor", (2, 2), frozen=True)
-    yield Case("language", (2, 2), {"mp_policy": "bf16"})
-    yield Case("language", (1, 2, 2), {"mp_policy": "bf16"}, micro_batches=2)
-    yield Case("language", (2, 2), micro_batches=2, optimizer="sgd")
-    yield Case("language", (2, 2), {"offload_policy": "offload"})
-    yield Case("language", (2, 2), {"reshard_after_forward": False})
-    yield Case("tensor", (2, 2), {"shard_placement_fn": "last dim"}, optimizer="sgd")
-    yield Case("uneven", (2, 2), optimizer="sgd")
-    yield Case("uneven_language", (2, 2))
+# Before torch 2.15 stock sums over tensor parallelism in bf16, whatever reduce_dtype says.
+BF16 = "bfloat16_reduce_float32" if GRAD_DTYPE_DECIDES else "bfloat16"
+CASES = [
+    *(Parallel("language", mesh=mesh) for mesh in [(2, 2), (2, 1, 2), (1, 2, 2)]),
+    *(pytest.param(Parallel("language", mesh=mesh), marks=pytest.mark.slow) for mesh in [(1, 2), (2, 1), (1, 4)]),
+    Parallel("tied"),
+    Parallel("tied", mesh=(1, 2, 2)),
+    Parallel("tensor", frozen=True, optimizer="adamw"),
+    Parallel("language", (BF16,)),
+    Parallel("language", (BF16, "accumulate_no_sync"), "adamw", mesh=(1, 2, 2)),
+    Parallel("language", ("offload",)),
+    Parallel("language", ("no_reshard",), "adamw"),
+    Parallel("tensor", ("dim_1",)),
+    Parallel("uneven"),
+    Parallel("uneven_language", optimizer="adamw"),
+]
 
 
-def world(case: Case) -> int:
-    size = 1
-    for axis in case.mesh:
-        size *= axis
-    return size
-
-
-def label(case: Case) -> str:
-    words = [case.model, "x".join(map(str, case.mesh)), *map(str, case.options.values()), case.optimizer]
-    return "-".join(
-        [*words, *(["frozen"] if case.frozen else []), *([f"{case.micro_batches}"] * (case.micro_batches > 1))]
-    )
-
-
-BY_DAY = ((2, 2), (1, 2, 2), (2, 1, 2))
-
-
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=() if case.mesh in BY_DAY else pytest.mark.slow) for case in cases()], ids=label
-)
-def test_as_stock(case: Case):
-    run_ranks(world(case), compare_with_stock, case)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_as_stock(case: Parallel):
+    run_ranks(math.prod(case.mesh), compare, case)
 
 
 @on_ranks(4)
 def test_a_smaller_group_after_forward(rank: int, world_size: int) -> None:
     """Between forward and backward two neighbours keep the parameters; stock refuses that for DTensors."""
-    whole, kept = (Case("tensor", (4, 1), {"reshard_after_forward": value}) for value in (True, 2))
-    assert_same(train(rank, whole, shardkit, full=True), train(rank, kept, shardkit, full=True))
+    whole, kept = (Parallel("tensor", features, mesh=(4, 1)) for features in ((), ("reshard_to_2",)))
+    assert_same(train(rank, 4, whole, CANDIDATE), train(rank, 4, kept, CANDIDATE))
 
 
 def train_with_loss_parallel(rank: int, api: Any) -> Trace:
