@@ -96,7 +96,12 @@ def loads(
     received = []
     for rank in range(ranks):
         wants = [
-            Wanted(name, tuple((0, size) for size in shape) if dim is None else cut(shape, dim, rank, ranks), False)
+            Wanted(
+                name,
+                tuple((0, size) for size in shape) if dim is None else cut(shape, dim, rank, ranks),
+                None,
+                "bfloat16",
+            )
             for name, (shape, dim) in tensors.items()
         ]
         pieces = plan(provided, wants, turn=rank)

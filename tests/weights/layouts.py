@@ -61,7 +61,7 @@ def tensor_parallel(shapes: Shapes, size: int) -> Iterator[list[Wanted]]:
             if len(shape) > 1:
                 part = shape[dim] // size
                 box[dim] = (rank * part, (rank + 1) * part)
-            wants.append(Wanted(name, tuple(box), None))
+            wants.append(Wanted(name, tuple(box), None, "bfloat16"))
         yield wants
 
 

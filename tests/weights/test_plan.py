@@ -31,7 +31,7 @@ def test_each_wanted_element_is_sent_once_by_a_rank_that_holds_it(layout, data):
     mine = boxes(shape, placements, mesh)
     provided = Provided({rank: [Held("w", "float32", shape, one)] for rank, one in enumerate(mine)})
     bounds = [sorted(data.draw(st.tuples(st.integers(0, size), st.integers(0, size)))) for size in shape]
-    want = Wanted("w", tuple((a, b) for a, b in bounds), None)
+    want = Wanted("w", tuple((a, b) for a, b in bounds), None, "float32")
     planned = plan(provided, [want], bucket=data.draw(st.integers(1, 64)), turn=data.draw(st.integers(0, 3)))
     count = np.zeros(shape, dtype=int)
     for rank, pieces in planned.items():
@@ -84,10 +84,10 @@ def test_a_box_is_cut_into_parts_that_fit(bounds, most):
 @pytest.mark.parametrize(
     ("want", "words"),
     [
-        (Wanted("v", ((0, 4),), (4,)), "v: no sender has this tensor"),
-        (Wanted("w", ((0, 4),), (4,)), r"w: wanted from a tensor of shape \(4,\), its shape is \(4, 6\)"),
-        (Wanted("w", ((0, 5), (0, 6)), None), r"wanted \[0:5, 0:6\], which does not lie within"),
-        (Wanted("w", ((0, 4), (0, 6)), None), r"w: senders hold 12 of the 24 elements in \[0:4, 0:6\]"),
+        (Wanted("v", ((0, 4),), (4,), "float32"), "v: no sender has this tensor"),
+        (Wanted("w", ((0, 4),), (4,), "float32"), r"w: wanted from a tensor of shape \(4,\), its shape is \(4, 6\)"),
+        (Wanted("w", ((0, 5), (0, 6)), None, "float32"), r"wanted \[0:5, 0:6\], which does not lie within"),
+        (Wanted("w", ((0, 4), (0, 6)), None, "float32"), r"w: senders hold 12 of the 24 elements in \[0:4, 0:6\]"),
     ],
 )
 def test_wants_that_nobody_provides_are_named(want, words):
@@ -112,7 +112,7 @@ def test_senders_that_disagree_are_named(other, words):
     "values",
     [
         [Held("w", "float32", (4, 6), (((0, 2), (0, 6)), ((3, 4), (0, 6))))],
-        [Wanted("w", ((0, 2), (0, 6)), (2, 6))],
+        [Wanted("w", ((0, 2), (0, 6)), (2, 6), "float32")],
         [Piece("w", "bfloat16", ((0, 2),), 3)],
     ],
 )

@@ -11,7 +11,8 @@ import torch
 
 from shardkit.core.parameters.region import Run
 
-__all__ = ["Box", "Held", "Piece", "Wanted", "cut", "decode", "dtype_named", "encode", "intersection", "numel"]
+__all__ = ["Box", "Held", "Piece", "Wanted", "cut", "decode", "dtype_named", "encode", "intersection", "name_of"]
+__all__ += ["numel"]
 
 _T = TypeVar("_T")
 
@@ -31,11 +32,12 @@ class Held:
 
 @dataclass(frozen=True)
 class Wanted:
-    """A box of a tensor that a receiver wants; the tensor must have `shape`, if that is not None."""
+    """A box of a tensor that a receiver wants in a `dtype`; the tensor must have `shape`, if that is not None."""
 
     name: str
     box: Box
     shape: tuple[int, ...] | None
+    dtype: str
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,11 @@ class Piece:
 def numel(box: Box) -> int:
     """The number of elements of a box."""
     return math.prod(stop - start for start, stop in box)
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Such as "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
 
 
 def dtype_named(name: str) -> torch.dtype:

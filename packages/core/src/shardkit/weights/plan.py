@@ -138,6 +138,11 @@ def _mismatch(want: Wanted, tensor: _Tensor | None) -> str:
     stops = [stop for _, stop in want.box]
     if len(stops) != len(tensor.shape) or any(stop > size for stop, size in zip(stops, tensor.shape, strict=True)):
         return f"{want.name}: wanted {_readable(want.box)}, which does not lie within its shape {tensor.shape}"
+    here, there = dtype_named(want.dtype), dtype_named(tensor.dtype)
+    # Values of float8 mean nothing without a scale.
+    castable = here.is_floating_point and there.is_floating_point and min(here.itemsize, there.itemsize) > 1
+    if here != there and not castable:
+        return f"{want.name}: sent as {tensor.dtype}, its target is {here}; receive into one of that dtype"
     return ""
 
 

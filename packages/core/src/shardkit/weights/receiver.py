@@ -19,15 +19,14 @@ import torch
 from shardkit.weights.boxes import Piece, decode, dtype_named, encode
 from shardkit.weights.delta import apply
 from shardkit.weights.packing import Values, pack, unpack
+from shardkit.weights.peer import Peer
 from shardkit.weights.plan import buckets
 from shardkit.weights.shared import Staging
 from shardkit.weights.streams import Bucket, Buckets, Inlet, Outlet
 from shardkit.weights.targets import Target
-from shardkit.weights.wire import Closing, Connection, IOThread, Message, News, join, parse, secret_for
+from shardkit.weights.wire import Connection, Message
 
 __all__ = ["SendersClosed", "WeightReceiver"]
-
-_RETRY = 0.2  # seconds
 
 
 class SendersClosed(ConnectionError):
@@ -46,7 +45,6 @@ class _Layout:
         holds: the version that `staging` has, by the number of its round.
     """
 
-    number: int
     senders: dict[int, tuple[Message, list[list[Any]]]]
     runs: dict[int, list[tuple[int, int, list[Piece]]]]
     staging: Staging | None = None
@@ -68,13 +66,12 @@ class _Round:
     layout: _Layout
     before: Message | None
     problem: str = ""
-    committed: bool = False
     done: Counter[int] = field(default_factory=Counter)
     changes: dict[tuple[int, int], tuple[Message, torch.Tensor]] = field(default_factory=dict)
     pulls: list[asyncio.Task[None]] = field(default_factory=list)
 
 
-class WeightReceiver(Closing):
+class WeightReceiver(Peer):
     """Receives weights from `WeightSender`s in other processes; make one in every inference process.
 
     A version is written into the targets when all of its bytes are here and all other receivers have theirs. Until then
@@ -104,33 +101,30 @@ class WeightReceiver(Closing):
     ) -> None:
         if not targets:
             raise ValueError("a receiver without targets; pass those of targets_of or targets_for")
+        super().__init__(address, timeout)
         self._set_targets(targets)
         self.name = name or f"{socket.gethostname()}:{os.getpid()}"
         self.version: int | None = None
         self.passed_on = 0  # bytes, to the receiver after this one
         self.valid = not in_place
-        self._address, self._in_place, self._timeout = address, in_place, timeout
-        self._host, self._port = parse(address)
-        self._secret = secret_for(self._host)
-        self._id = secrets.token_hex(8)
-        self._control: Connection | None = None
+        self._in_place = in_place
+        wants = encode(self._wants)
+        self._hello = {"as": "receiver", "id": secrets.token_hex(8), "name": self.name, "wants": wants}
         self._layout: _Layout | None = None
         self._round: _Round | None = None
         self._begun = 0  # the last round
         self._free = Buckets(0)
         self._inlets: dict[tuple[str, int], Inlet] = {}  # by process, and the sender whose bytes come
         self._device = self._views[0].tensor.device
-        self._waiting = self._offered = self._closed = False
-        self._refused = self._last = ""
-        self._broken: Exception | None = None
-        self._news = News()
-        self._io = IOThread()
-        self._io.spawn(self._stay_joined())
+        self._patience = timeout
+        self._waiting = False
+        self._problem = ""  # of the last version that failed
+        self._io.spawn(self._join_if_there())
 
     @property
     def offered(self) -> bool:
         """Whether the senders wait for this receiver with a version that it does not have. Not collective."""
-        return self._offered
+        return self._io.run(self._is_offered())
 
     def receive(self, timeout: float | None = None) -> int:
         """Waits for the next version, writes it into the targets, and returns its number.
@@ -157,8 +151,8 @@ class WeightReceiver(Closing):
 
     def close(self) -> None:
         """Leaves the senders."""
-        self._io.close()
-        self._control = self._layout = self._round = None
+        super().close()
+        self._layout = self._round = None
 
     def _set_targets(self, targets: Sequence[Target]) -> None:
         parts = [part for target in targets for part in target.parts()]
@@ -179,113 +173,139 @@ class WeightReceiver(Closing):
         if device.type == "cuda":  # the data may be overwritten as soon as this returns
             torch.cuda.current_stream(device).synchronize()
 
-    # -- all below runs in the loop
+    # -- with sender 0; all below runs in the loop
 
-    async def _stay_joined(self) -> None:
-        """Joins the senders, and joins them again when they come back."""
-        try:
-            while True:
-                try:
-                    await self._take_part()
-                except (OSError, TimeoutError) as error:
-                    self._last = f"sender 0 at {self._address}: {error or 'no answer'}"
-                await asyncio.sleep(_RETRY)
-        except Exception as error:  # noqa: BLE001 - raised by receive()
-            self._broken = error
-            self._news.tell()
+    async def _join_if_there(self) -> None:
+        with contextlib.suppress(OSError, TimeoutError):
+            await self._join(0)
 
-    async def _take_part(self) -> None:
-        """Is joined, until the connection ends."""
-        hello = {"as": "receiver", "id": self._id, "name": self.name, "wants": encode(self._wants)}
-        connection = await join(self._host, self._port, self._secret, hello, self._pass_on)
+    async def _is_offered(self) -> bool:
+        if self._waiting:
+            return False
+        if self._control is None:
+            self._io.spawn(self._join_if_there())  # which may take seconds
+            return False
+        with contextlib.suppress(OSError, TimeoutError):
+            return bool((await self._ask({"op": "offered"})).get("yes"))
+        return False
+
+    async def _take(self, within: float) -> _Round:
+        """Waits until a version is complete and all take it."""
+        if self._round is not None:  # the last call was interrupted while it wrote
+            return self._round
+        deadline = time.monotonic() + within
+        self._waiting = True
         try:
-            self._control, self._closed, self._refused = connection, False, ""
-            self._news.tell()
-            while True:
-                await self._act(await connection.hear(self._timeout))
-                self._news.tell()
+            while (found := await self._complete(await self._next(deadline, within))).problem:
+                self._problem = f"version {found.version}: {found.problem}"
+            return found
         finally:
-            connection.close()
-            self._control, self._layout, self._offered = None, None, False
-            self._close_inlets(set())
-            if self._round is not None:
-                self._fail(self._round, "sender 0 is gone")
+            self._waiting = False
+
+    async def _next(self, deadline: float, within: float) -> Message:
+        """What sender 0 tells when the next version begins."""
+        while True:
+            awaited = "sender 0 to listen"
+            try:
+                await self._join(deadline - time.monotonic())
+                awaited = "the senders to send a version"
+                answer = await self._ask_for_next(deadline - time.monotonic())
+            except (OSError, TimeoutError) as error:
+                self._problem = f"sender 0 at {self._address}: {error or 'no answer'}"
+                if time.monotonic() < deadline:
+                    continue
+                answer = {"op": "stopped"}
+            match answer["op"]:
+                case "begin":
+                    return answer
+                case "refused":
+                    raise ValueError(str(answer["reason"]))
+                case "bye":
+                    self._leave()
+                    raise SendersClosed(f"the senders at {self._address} have closed")
+                case "stopped":
+                    last = f"; the last failure: {self._problem}" if self._problem else ""
+                    raise TimeoutError(
+                        f"no version within {within:g} s: waited for {awaited}{last}; read the senders' logs"
+                    )
+
+    async def _ask_for_next(self, within: float) -> Message:
+        base = self._layout.holds if self._layout is not None else None
+        question = asyncio.create_task(self._ask({"op": "next", "base": base, "problem": self._problem}))
+        try:
+            await asyncio.wait([question], timeout=max(within, 0))
+            if not question.done() and self._control is not None:
+                await self._control.send({"op": "stop"})  # a version that begins now is taken nevertheless
+            return await question
+        finally:
+            question.cancel()
+
+    async def _complete(self, begin: Message) -> _Round:
+        """Takes part in a version, which has a problem if it is not to be taken."""
+        found: _Round | None = None
+        problem = "receive() was interrupted"
+        try:
+            found = self._round = self._begin(begin)
+            await self._news.until(lambda: all(one.done() for one in found.pulls) or bool(found.problem))
+            problem = found.problem or await self._verdict()
+            return found
+        except BaseException:
+            self._leave()  # others wait for this receiver
+            raise
+        finally:
+            if found is not None and problem:
+                self._fail(found, problem)
+                await self._give_up(found)
+
+    async def _verdict(self) -> str:
+        """Asks whether to take what has come; why not, or "". Others may be slower."""
+        try:
+            answer = await self._ask({"op": "take"})
+        except (OSError, TimeoutError) as error:
+            return f"sender 0 is gone: {error}"
+        return "" if answer["op"] == "commit" else str(answer.get("reason", "the senders have closed"))
+
+    def _begin(self, begin: Message) -> _Round:
+        if (told := begin["layout"]) is not None:
+            senders = {int(rank): one for rank, one in told["senders"].items()}
+            runs = {rank: buckets(decode(Piece, pieces), told["bucket"]) for rank, (_, pieces) in senders.items()}
+            self._layout, self._free = _Layout(senders, runs), Buckets(told["bucket"])
+            self._close_inlets(set())  # their pieces are others
+        assert self._layout is not None
+        layout, before = self._layout, begin["before"]
+        if not self._in_place and layout.staging is None:
+            sizes = {rank: sum(nbytes for _, nbytes, _ in runs) for rank, runs in layout.runs.items()}
+            layout.staging = Staging(sizes)
+        self._patience = min(self._timeout, begin["timeout"])
+        self._begun = int(begin["round"])
+        found = _Round(self._begun, int(begin["version"]), layout, before)
+        self._close_inlets({before["id"]} if before else {place["id"] for place, _ in layout.senders.values()})
+        found.pulls = [asyncio.create_task(self._pull(found, rank)) for rank, runs in layout.runs.items() if runs]
+        for task in found.pulls:
+            task.add_done_callback(lambda _: self._news.tell())
+        self._news.tell()
+        return found
+
+    async def _give_up(self, found: _Round) -> None:
+        """Leaves a round; what was written in place stays, and is not valid."""
+        # Closed rather than cancelled: a bucket that is being written in a thread must not be written later.
+        self._close_inlets(set())
+        if found.pulls:
+            await asyncio.wait(found.pulls)
+        found.layout.staging = found.layout.holds = None  # a sender that comes late may still write there
+        self._round = None
+
+    async def _done(self, taken: _Round) -> None:
+        self._round = None
+        taken.layout.holds = None if taken.layout.staging is None else taken.number
+        with contextlib.suppress(OSError):
+            if self._control is not None:
+                await self._control.send({"op": "taken"})
 
     def _close_inlets(self, but: set[str]) -> None:
         """Those to processes that no bytes are to come from any more."""
         for key in [key for key in self._inlets if key[0] not in but]:
             self._inlets.pop(key).close()
-
-    async def _say(self, message: Message) -> None:
-        """Tells sender 0; if it is gone, that is seen where it is heard."""
-        with contextlib.suppress(OSError):
-            if self._control is not None:
-                await self._control.send(message)
-
-    async def _act(self, message: Message) -> None:
-        """Acts on a message of sender 0."""
-        found = self._round if self._round is not None and self._round.number == message.get("round") else None
-        match message["op"]:
-            case "layout":
-                senders, bucket = {int(rank): one for rank, one in message["senders"].items()}, int(message["bucket"])
-                runs = {rank: buckets(decode(Piece, pieces), bucket) for rank, (_, pieces) in senders.items()}
-                self._layout, self._free = _Layout(int(message["number"]), senders, runs), Buckets(bucket)
-                self._close_inlets(set())  # their pieces are others
-                self._refused = self._misfit()
-                if self._refused:
-                    await self._say({"op": "refuses", "layout": self._layout.number, "reason": self._refused})
-                elif self._waiting:
-                    await self._ready()
-            case "offered":
-                self._offered = True
-            case "over":
-                self._offered = False
-            case "begin":
-                await self._begin(message)
-            case "commit" if found is not None:
-                found.committed = not found.problem
-            case "abort" if found is not None:
-                self._fail(found, str(message["reason"]))
-            case "lost":
-                self._close_inlets({key for key, _ in self._inlets} - {message["id"]})
-            case "refused":
-                self._refused = str(message["reason"])
-            case "bye":
-                self._closed = True
-
-    def _misfit(self) -> str:
-        """Why a piece cannot be cast to what it is written into; "" if all can."""
-        assert self._layout is not None
-        for piece in (piece for runs in self._layout.runs.values() for _, _, pieces in runs for piece in pieces):
-            here = self._views[piece.want].tensor.dtype
-            there = dtype_named(piece.dtype)
-            # Values of float8 mean nothing without a scale.
-            castable = here.is_floating_point and there.is_floating_point and min(here.itemsize, there.itemsize) > 1
-            if here != there and not castable:
-                return f"{piece.name}: sent as {piece.dtype}, its target is {here}; receive into one of that dtype"
-        return ""
-
-    async def _ready(self) -> None:
-        """Says that this receiver waits for a version."""
-        if (layout := self._layout) is None or self._refused:
-            return
-        if not self._in_place and layout.staging is None:
-            sizes = {rank: sum(nbytes for _, nbytes, _ in runs) for rank, runs in layout.runs.items()}
-            layout.staging, layout.holds = Staging(sizes), None
-        await self._say({"op": "ready", "layout": layout.number, "base": layout.holds})
-
-    async def _begin(self, message: Message) -> None:
-        self._begun = int(message["round"])
-        if not self._waiting or self._layout is None or self._round is not None:
-            await self._say({"op": "failed", "round": self._begun, "reason": "it does not wait in receive()"})
-            return
-        layout, before = self._layout, message["before"]
-        found = _Round(self._begun, int(message["version"]), layout, before)
-        self._close_inlets({before["id"]} if before else {place["id"] for place, _ in layout.senders.values()})
-        found.pulls = [asyncio.create_task(self._pull(found, rank)) for rank, runs in layout.runs.items() if runs]
-        for task in found.pulls:
-            task.add_done_callback(lambda _: self._news.tell())
-        self._round = found
 
     def _fail(self, found: _Round, reason: str) -> None:
         if not found.problem:
@@ -304,7 +324,7 @@ class WeightReceiver(Closing):
             try:
                 if key not in self._inlets:
                     hello = {"rank": rank, "pieces": pieces if place is sender else None}
-                    self._inlets[key] = await Inlet.opened(place, self._secret, self._device, self._timeout, hello)
+                    self._inlets[key] = await Inlet.opened(place, self._secret, self._device, self._patience, hello)
                 await self._pull_from(self._inlets[key], found, rank, base)
                 return
             except Exception as error:  # noqa: BLE001 - whatever it is, the version is not complete
@@ -374,11 +394,11 @@ class WeightReceiver(Closing):
         found.done[rank] = number + 1
         self._news.tell()
 
-    async def _pass_on(self, connection: Connection) -> None:
-        """Sends the receiver after this one what has come from one sender, in version after version."""
+    async def _serve(self, connection: Connection) -> None:
+        """Sends the receiver after this one what has come from one sender."""
         hello = await connection.receive()
         rank = int(hello["rank"])
-        with contextlib.closing(Outlet(connection, hello, self._timeout)) as outlet:
+        with contextlib.closing(Outlet(connection, hello, self._patience)) as outlet:
             while True:
                 ask = await outlet.asked()
                 found, before = await self._round_of(ask), outlet.nbytes
@@ -421,65 +441,3 @@ class WeightReceiver(Closing):
         data = bucket.on(self._device, nbytes)
         await asyncio.to_thread(pack, pieces, source, data)
         return message, data
-
-    async def _take(self, within: float) -> _Round:
-        """Waits until a version is complete and all take it."""
-        deadline = time.monotonic() + within
-        self._waiting = True
-        try:
-            await self._ready()
-            while not await self._complete(found := await self._next(deadline, within)):
-                await self._give_up(found)
-                await self._ready()
-            return found
-        except asyncio.CancelledError:  # an interrupt of the caller
-            if self._round is not None and not self._round.committed:
-                self._fail(self._round, "receive() was interrupted")
-                await self._give_up(self._round)
-            raise
-        finally:
-            self._waiting = False
-
-    async def _next(self, deadline: float, within: float) -> _Round:
-        """The next round that this receiver takes part in."""
-        await self._news.until(
-            lambda: bool(self._round or self._refused or self._closed or self._broken), deadline - time.monotonic()
-        )
-        if self._broken is not None:
-            raise self._broken
-        if self._round is not None:
-            return self._round
-        if self._refused:
-            raise ValueError(self._refused)
-        if self._closed:
-            self._closed = False
-            raise SendersClosed(f"the senders at {self._address} have closed")
-        awaited = "the senders to send a version" if self._control is not None else "sender 0 to listen"
-        last = f"; the last failure: {self._last}" if self._last else ""
-        raise TimeoutError(f"no version within {within:g} s: waited for {awaited}{last}; read the senders' logs")
-
-    async def _complete(self, found: _Round) -> bool:
-        """Whether all bytes come, and all receivers take the version."""
-        await self._news.until(lambda: all(one.done() for one in found.pulls) or bool(found.problem))
-        if not found.problem:
-            await self._say({"op": "staged", "round": found.number})
-            # Others may be slower. Sender 0 sees to it that they end, and that it lives is seen where it is heard.
-            await self._news.until(lambda: found.committed or bool(found.problem))
-        return found.committed
-
-    async def _give_up(self, found: _Round) -> None:
-        """Leaves a round; what was written in place stays, and is not valid."""
-        self._last = f"version {found.version}: {found.problem}"
-        # Closed rather than cancelled: a bucket that is being written in a thread must not be written later.
-        self._close_inlets(set())
-        if found.pulls:
-            await asyncio.wait(found.pulls)
-        found.layout.staging = None  # a sender that comes late may still write there
-        if self._round is found:
-            self._round = None
-        await self._say({"op": "failed", "round": found.number, "reason": found.problem})
-
-    async def _done(self, taken: _Round) -> None:
-        self._round, self._offered = None, False
-        taken.layout.holds = None if taken.layout.staging is None else taken.number
-        await self._say({"op": "taken", "round": taken.number})

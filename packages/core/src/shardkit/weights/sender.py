@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,13 +18,12 @@ from shardkit.weights.boxes import Held, Piece, decode, dtype_named, encode
 from shardkit.weights.coordinator import Coordinator
 from shardkit.weights.delta import Changed, changes, update
 from shardkit.weights.packing import Names, Source, Values, describe, pack
+from shardkit.weights.peer import Peer
 from shardkit.weights.plan import BUCKET, buckets
 from shardkit.weights.streams import Bucket, Buckets, Outlet
-from shardkit.weights.wire import Closing, Connection, IOThread, Message, join, listen, parse, secret_for, serve
+from shardkit.weights.wire import Connection, Message, listen, serve
 
 __all__ = ["Report", "Sending", "WeightSender"]
-
-_RETRY = 0.1  # seconds
 
 
 @dataclass(frozen=True)
@@ -64,7 +62,7 @@ class Sending:
         return self._future.result()
 
 
-class WeightSender(Closing):
+class WeightSender(Peer):
     """Sends the weights of a sharded model to receivers in other processes; make one on every trainer rank.
 
     No tensor is gathered: each rank sends boxes of its own shards to the receivers that want them. Extra memory is two
@@ -108,30 +106,28 @@ class WeightSender(Closing):
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
+        super().__init__(address, timeout)
         in_group = dist.is_available() and dist.is_initialized()
         self.rank = rank if rank is not None else dist.get_rank() if in_group else 0
-        self.world_size = world_size if world_size is not None else dist.get_world_size() if in_group else 1
-        self._model, self._names, self._dtype, self._timeout = model, names, dtype, timeout
+        world_size = world_size if world_size is not None else dist.get_world_size() if in_group else 1
+        self._hello = {"as": "sender", "id": f"sender {self.rank}", "rank": self.rank, "world_size": world_size}
+        self._model, self._names, self._dtype = model, names, dtype
         self._bucket = max(bucket, 16)  # the largest element
-        self._host, self._port = parse(address)
-        self._secret = secret_for(self._host)
         self._delta, self._merge = delta, merge_adapters
         self._told: list[Held] | None = None
         self._serving: _Version | None = None
         self._free = Buckets(self._bucket)
-        self._control: Connection | None = None
         self._last: Sending | None = None
         self._copies: Source = {}  # of `async_op` or `delta`, whose memory serves again
         self._round: int | None = None  # in which they were sent
         self._background = ThreadPoolExecutor(1, "shardkit weights")
-        self._io = IOThread()
         if self.rank == 0:
             try:
                 listener = listen(self._host, self._port)
             except OSError:
                 self._io.close()
                 raise
-            self._coordinator = Coordinator(self.world_size, receivers, self._bucket, timeout)
+            self._coordinator = Coordinator(world_size, receivers, self._bucket, timeout)
             self._io.spawn(serve(listener, self._secret, self._coordinator.peer))
             self._io.spawn(self._coordinator.run())
 
@@ -177,8 +173,8 @@ class WeightSender(Closing):
         """
         self._background.shutdown()
         with contextlib.suppress(OSError, TimeoutError, RuntimeError):
-            self._io.run(self._leave(goodbye=True))
-        self._io.close()
+            self._io.run(self._say_goodbye())
+        super().close()
         if self._last is not None and not self._last.seen:
             self._last.wait()
 
@@ -188,10 +184,6 @@ class WeightSender(Closing):
         self._serving, version = serving, serving.number
         try:
             answer = self._io.run(self._offer(version, held))
-        except BaseException:
-            # Not at the same message as the coordinator any more: it learns that from the end of the connection.
-            self._io.run(self._leave(goodbye=False))
-            raise
         finally:
             self._serving = None
         if "error" in answer:
@@ -206,14 +198,20 @@ class WeightSender(Closing):
         return Report(version, receivers, dict(answer["failed"]), unused, nbytes)
 
     async def _offer(self, version: int, held: list[Held]) -> Message:
-        """Offers a version; returns how it was sent. Meanwhile `_serve` sends it."""
+        """Asks to send a version; returns how it was sent. Meanwhile `_serve` sends it."""
         if self._control is None:
-            self._control, self._told = await self._join(), None
+            self._told = None
         try:
-            told = None if held == self._told else encode(held)
-            self._told = held
-            await self._control.send({"op": "offer", "version": version, "held": told})
-            return await self._control.hear(self._timeout)
+            await self._join(self._timeout)
+        except (OSError, TimeoutError) as error:
+            raise TimeoutError(
+                f"sender {self.rank} has not reached sender 0 at {self._host}:{self._port} within {self._timeout:g} s: "
+                f"{error}; check the address, and that rank 0 has a WeightSender"
+            ) from error
+        told = None if held == self._told else encode(held)
+        self._told = held
+        try:
+            return await self._ask({"op": "send", "version": version, "held": told})
         except TimeoutError as error:
             raise TimeoutError(f"sender {self.rank} has waited for sender 0 to say how it went: {error}") from None
         except ConnectionError as error:
@@ -222,33 +220,15 @@ class WeightSender(Closing):
                 "again"
             ) from error
 
-    async def _join(self) -> Connection:
-        hello = {"as": "sender", "id": f"sender {self.rank}", "rank": self.rank, "world_size": self.world_size}
-        deadline = time.monotonic() + self._timeout
-        while True:
-            try:
-                return await join(self._host, self._port, self._secret, hello, self._serve)
-            except (OSError, TimeoutError) as error:
-                if time.monotonic() > deadline:
-                    raise TimeoutError(
-                        f"sender {self.rank} has not reached sender 0 at {self._host}:{self._port} within "
-                        f"{self._timeout:g} s: {error}; check the address, and that rank 0 has a WeightSender"
-                    ) from error
-                await asyncio.sleep(_RETRY)
-
-    async def _leave(self, *, goodbye: bool) -> None:
-        if goodbye and self.rank == 0:
+    async def _say_goodbye(self) -> None:
+        if self.rank == 0:
             await self._coordinator.say_goodbye()
         if self._control is not None:
-            if goodbye:
-                await self._control.send({"op": "bye"})
-            self._control.close()
-        self._control = None
+            await self._control.send({"op": "bye"})
 
     # -- to receivers, in the loop
 
     async def _serve(self, connection: Connection) -> None:
-        """Sends a receiver the buckets that it asks for, in version after version."""
         hello = await connection.receive()
         runs = buckets(decode(Piece, hello["pieces"]), self._bucket)
         # Other receivers, which wait for a bucket that this one does not read, have twice the patience.

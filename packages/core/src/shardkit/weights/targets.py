@@ -11,7 +11,7 @@ from torch import nn
 
 from shardkit.core.checkpoint.plan import boxes_of
 from shardkit.core.parameters.region import Region
-from shardkit.weights.boxes import Box, Wanted
+from shardkit.weights.boxes import Box, Wanted, name_of
 
 __all__ = ["Cut", "Experts", "Part", "Rule", "Stack", "Target", "targets_for", "targets_of"]
 
@@ -70,14 +70,17 @@ class Target:
 
     def parts(self) -> Iterator[tuple[Wanted, torch.Tensor]]:
         """The boxes of the checkpoint tensor that are wanted, each with the view that takes it."""
-        tensor = self.tensor.detach()
+        tensor, dtype = self.tensor.detach(), name_of(self.tensor.dtype)
         if not isinstance(self.region, Region):
             shape = tuple(tensor.shape) if self.region is None else self.shape
-            yield Wanted(self.name, self._box(), shape), tensor
+            yield Wanted(self.name, self._box(), shape, dtype), tensor
             return
         for in_full, in_piece in self.region.boxes():
             box = tuple((one.start, one.stop) for one in in_full)
-            yield Wanted(self.name, box, self.shape), tensor[in_piece].view([stop - start for start, stop in box])
+            yield (
+                Wanted(self.name, box, self.shape, dtype),
+                tensor[in_piece].view([stop - start for start, stop in box]),
+            )
 
 
 def targets_of(state: Mapping[str, torch.Tensor], names: Callable[[str], str | None] = str) -> list[Target]:

@@ -28,11 +28,10 @@ import warnings
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-__all__ = ["Closing", "Connection", "IOThread", "Message", "News", "call", "join"]
-__all__ += ["listen", "parse", "secret_for", "serve"]
+__all__ = ["Connection", "IOThread", "Message", "News", "call", "listen", "parse", "secret_for", "serve"]
 
 Message = dict[str, Any]
 _T = TypeVar("_T")
@@ -129,19 +128,20 @@ class Connection:
             raise ConnectionError("a message that is not JSON; install the same version of shardkit on both sides")
         return message
 
-    def beat(self) -> None:
-        """Shows the peer from now on that this process lives; the peer uses `hear`."""
-        self.spawn(self._beat())
+    def beat(self, when: Callable[[], bool] = lambda: True) -> None:
+        """Shows the peer from now on, when it waits for that, that this process lives; the peer uses `hear`."""
+        self.spawn(self._beat(when))
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Starts a task that is cancelled when this is closed."""
         self._tasks.append(self._loop.create_task(work))
 
-    async def _beat(self) -> None:
+    async def _beat(self, when: Callable[[], bool]) -> None:
         with contextlib.suppress(OSError):
             while True:
                 await asyncio.sleep(_BEAT)
-                await self.send({"op": "beat"})
+                if when():
+                    await self.send({"op": "beat"})
 
     async def hear(self, patience: float) -> Message:
         """The next message that is more than a sign of life. Raises ConnectionError as `receive`; TimeoutError if the
@@ -297,25 +297,6 @@ async def call(host: str, port: int, secret: bytes) -> Connection:
     return connection
 
 
-async def join(
-    host: str, port: int, secret: bytes, hello: Message, peer: Callable[[Connection], Awaitable[None]]
-) -> Connection:
-    """A connection to sender 0, which is told where other processes reach this one; for those, `peer` is run as by
-    `serve`, until it is closed. Raises OSError as `call`.
-    """
-    connection = await call(host, port, secret)
-    try:
-        listener = listen(connection.own_host, 0)
-        connection.spawn(serve(listener, secret, peer))
-        own_host, own_port = listener.getsockname()[:2]
-        await connection.send({**hello, "host": own_host, "port": own_port})
-    except BaseException:
-        connection.close()
-        raise
-    connection.beat()
-    return connection
-
-
 def _tuned(sock: socket.socket) -> socket.socket:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return sock
@@ -339,19 +320,6 @@ class News:
                 while not condition():
                     await self._event.wait()
         return condition()
-
-
-class Closing:
-    """Is closed at the end of a `with` block."""
-
-    def close(self) -> None:
-        """Overridden."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class IOThread:

@@ -1,0 +1,91 @@
+"""What senders and receivers have in common: they ask sender 0, and serve those that want buckets."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from typing import Self
+
+from shardkit.weights.wire import Connection, IOThread, Message, News, call, listen, parse, secret_for, serve
+
+__all__ = ["Peer"]
+
+_RETRY = 0.1  # seconds
+
+
+class Peer(ABC):
+    """A process that joins sender 0 when it has something to ask; closed at the end of a `with` block.
+
+    All coroutines run in the loop of an `IOThread`.
+    """
+
+    _hello: Message
+    """What it tells sender 0 of itself."""
+
+    def __init__(self, address: str, timeout: float) -> None:
+        self._address, self._timeout = address, timeout
+        self._host, self._port = parse(address)
+        self._secret = secret_for(self._host)
+        self._control: Connection | None = None  # to sender 0
+        self._joining = asyncio.Lock()
+        self._news = News()
+        self._io = IOThread()
+
+    def close(self) -> None:
+        """Leaves the others."""
+        self._io.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    async def _join(self, within: float) -> None:
+        """Tries to join for so many seconds, if this has not joined. Raises OSError or TimeoutError."""
+        deadline = time.monotonic() + within
+        async with self._joining:
+            while self._control is None:
+                try:
+                    await self._join_now()
+                except (OSError, TimeoutError):
+                    if time.monotonic() > deadline:
+                        raise
+                    await asyncio.sleep(_RETRY)
+
+    async def _join_now(self) -> None:
+        connection = await call(self._host, self._port, self._secret)
+        try:
+            listener = listen(connection.own_host, 0)
+            connection.spawn(serve(listener, self._secret, self._serve))
+            host, port = listener.getsockname()[:2]
+            await connection.send({**self._hello, "host": host, "port": port})
+        except BaseException:
+            connection.close()
+            raise
+        connection.beat()
+        self._control = connection
+
+    async def _ask(self, question: Message) -> Message:
+        """The answer of sender 0, which this process has joined. Raises ConnectionError if it is gone; TimeoutError if
+        it shows no sign of life.
+        """
+        if (control := self._control) is None:
+            raise ConnectionError("the connection has ended; read its log")
+        try:
+            await control.send(question)
+            return await control.hear(self._timeout)
+        except BaseException:  # the answer to another question may come next
+            self._leave()
+            raise
+
+    def _leave(self) -> None:
+        """Ends the connection to sender 0, and those to receivers."""
+        if self._control is not None:
+            self._control.close()
+        self._control = None
+
+    @abstractmethod
+    async def _serve(self, connection: Connection) -> None:
+        """Sends a receiver the buckets that it asks for, in version after version."""
