@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Callable, Sequence
-from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as stock
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import shardkit.core as shardkit
@@ -91,26 +89,6 @@ def test_custom_collectives(rank: int, world_size: int) -> None:
         assert reduce_scatter.calls == (1 if reduces else 0)
 
 
-@on_ranks(3)
-def test_a_change_between_forward_and_backward_takes_effect_at_the_next_gather(rank: int, world_size: int) -> None:
-    """A group that is gathered once more before its backward changes at once, the root's with the next forward."""
-    model: Any = _model(shardkit, mesh=rank_mesh((world_size,)))
-    expected = _gradients(model, rank)
-    model.zero_grad()
-    loss = model(_batch(rank)).square().mean()
-    reductions = [RankOrderReduceScatter() for _ in range(2)]
-    model[0].set_custom_reduce_scatter(reductions[0])
-    model.set_custom_reduce_scatter(reductions[1])
-    model[1].set_separate_reduce_scatter_group()
-    loss.backward()
-    for fqn, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.grad.to_local(), expected[fqn], msg=fqn)
-    assert [one.calls for one in reductions] == [1, 0]
-    _gradients(model, rank)
-    assert [one.calls for one in reductions] == [2, 1]
-    _assert_full(model, _mean_gradients(range(world_size)))
-
-
 class MoreThanAsked(RankOrderReduceScatter):
     """A user's object may have methods of its own, as upstream's own are to get: nobody here calls them."""
 
@@ -131,20 +109,18 @@ class Wrong(CountingAllGather, RankOrderReduceScatter):
         return buffer[::2] if self.change == "strides" else buffer[:numel]
 
 
-@pytest.mark.parametrize(
-    ("change", "match"), [("size", r"elements, expected \d+;"), ("dtype", "float32"), ("strides", "contiguous")]
-)
 @on_ranks(2, isolated=True)
-def test_wrong_buffers(rank: int, world_size: int, change: str, match: str) -> None:
-    model = _model(shardkit, mesh=rank_mesh((world_size,)))
-    model[0].set_custom_all_gather(Wrong(change))
-    with pytest.raises((ValueError, RuntimeError), match=rf"(?s)0: Wrong\.allocate returned.*{match}"):
-        model(_batch(rank))
-    model.reset_iter_state()
-    model[0].set_custom_all_gather(CountingAllGather())
-    model[0].set_custom_reduce_scatter(Wrong(change))
-    with pytest.raises((ValueError, RuntimeError), match=rf"(?s)0: Wrong\.allocate returned.*{match}"):
-        _gradients(model, rank)
+def test_wrong_buffers(rank: int, world_size: int) -> None:
+    for change, match in (("size", r"elements, expected \d+;"), ("dtype", "float32"), ("strides", "contiguous")):
+        model = _model(shardkit, mesh=rank_mesh((world_size,)))
+        model[0].set_custom_all_gather(Wrong(change))
+        with pytest.raises((ValueError, RuntimeError), match=rf"(?s)0: Wrong\.allocate returned.*{match}"):
+            model(_batch(rank))
+        model.reset_iter_state()
+        model[0].set_custom_all_gather(CountingAllGather())
+        model[0].set_custom_reduce_scatter(Wrong(change))
+        with pytest.raises((ValueError, RuntimeError), match=rf"(?s)0: Wrong\.allocate returned.*{match}"):
+            _gradients(model, rank)
 
 
 @on_ranks(2, isolated=True)
@@ -158,11 +134,6 @@ def test_allocation_by_the_process_group(rank: int, world_size: int) -> None:
     model[0].set_allocate_memory_from_process_group_for_comm(False)
     _gradients(model, rank)
     _assert_full(model, _mean_gradients(range(world_size)))
-
-
-@on_ranks(2)
-def test_allocation_beside_custom_collectives(rank: int, world_size: int) -> None:
-    model = _model(shardkit, mesh=rank_mesh((world_size,)))
     model[0].set_custom_all_gather(CountingAllGather())
     with pytest.raises(ValueError, match=r"CountingAllGather.*own buffers"):
         model[0].set_allocate_memory_from_process_group_for_comm(True)
@@ -171,7 +142,7 @@ def test_allocation_beside_custom_collectives(rank: int, world_size: int) -> Non
 # -- hooks, groups, contexts -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("world_size", "hsdp"), [(1, False), (3, False), (4, True)])
+@pytest.mark.parametrize(("world_size", "hsdp"), [(3, False), (4, True)])
 @on_ranks()
 def test_all_reduce_hook(rank: int, world_size: int, hsdp: bool) -> None:
     """Runs once for each group, after HSDP's own all-reduce, and the optimizer gets the values that it writes."""
@@ -224,27 +195,6 @@ def test_separate_reduce_scatter_group(rank: int, world_size: int) -> None:
         assert (reduced == gathered) != enabled
 
 
-@on_ranks(2)
-def test_share_comm_ctx(rank: int, world_size: int) -> None:
-    """Two models that take turns, as the stages of a pipeline do: the same with one context and with two."""
-    traces = []
-    for shared in (False, True):
-        models = [_model(shardkit, seed, mesh=rank_mesh((world_size,))) for seed in (0, 1)]
-        if shared:
-            shardkit.share_comm_ctx(models)
-        trace: dict[str, Tensor] = {}
-        for step in range(2):
-            losses = [model(_batch(rank, 10 * step + micro)).square().mean() for micro, model in enumerate(models)]
-            for index in (1, 0):
-                losses[index].backward()
-            for index, model in enumerate(models):
-                for fqn, parameter in model.named_parameters():
-                    trace[f"{step}.{index}.{fqn}"] = parameter.grad.to_local().clone()
-                model.zero_grad()
-        traces.append(trace)
-    _assert_equal(*traces)
-
-
 # -- divisors ----------------------------------------------------------------------------------------------------------
 
 
@@ -253,7 +203,7 @@ _TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 
 @pytest.mark.parametrize(
     ("world_size", "hsdp", "dtype"),
-    [(1, False, torch.float32), (3, False, torch.float32), (3, False, torch.float16), (4, True, torch.bfloat16)],
+    [(1, False, torch.float32), (3, False, torch.float16), (4, True, torch.bfloat16)],
 )
 @on_ranks()
 def test_gradient_divide_factor(rank: int, world_size: int, dtype: torch.dtype, hsdp: bool) -> None:
@@ -291,37 +241,23 @@ def test_divide_factor_of_one_module(rank: int, world_size: int) -> None:
             model.set_gradient_divide_factor(factor)
 
 
-# Setter, a value that is not the default, the group's attribute.
-RECURSIVE = [
-    ("set_requires_gradient_sync", False, "settings.reduce_grads"),
-    ("set_requires_all_reduce", False, "settings.all_reduce_grads"),
-    ("set_reduce_scatter_unused_params", True, "settings.reduce_unused_params"),
-    ("set_reduce_scatter_max_input_buffers", 3, "settings.max_reduce_inputs"),
-    ("set_separate_reduce_scatter_group", True, "settings.communication.reduce_group"),
-    ("set_reshard_after_forward", False, "settings.reshard_after_forward"),
-    ("set_reshard_after_backward", False, "settings.reshard_after_backward"),
+SETTERS = [
+    ("set_requires_gradient_sync", False),
+    ("set_requires_all_reduce", False),
+    ("set_reduce_scatter_unused_params", True),
+    ("set_reduce_scatter_max_input_buffers", 3),
+    ("set_separate_reduce_scatter_group", True),
+    ("set_reshard_after_forward", False),
+    ("set_reshard_after_backward", False),
+    ("set_gradient_divide_factor", 3.0),
+    ("set_force_sum_reduction_for_comms", True),
+    ("set_all_reduce_hook", Tensor.neg_),
+    ("set_unshard_in_backward", False),
+    ("set_allocate_memory_from_process_group_for_comm", True),
+    ("unshard", True),
+    ("set_modules_to_forward_prefetch", []),
+    ("set_modules_to_backward_prefetch", []),
 ]
-NOT_RECURSIVE = [
-    ("set_gradient_divide_factor", 3.0, "settings.gradient_divide_factor"),
-    ("set_force_sum_reduction_for_comms", True, "settings.force_sum_reduction"),
-    ("set_all_reduce_hook", Tensor.neg_, "settings.all_reduce_hook"),
-    ("set_unshard_in_backward", False, "settings.unshard_in_backward"),
-]
-
-
-@on_ranks(2)
-def test_recursion_of_setters(rank: int, world_size: int) -> None:
-    """With `recurse` a setter reaches all sharded modules below, without it, as those that lack it, itself alone."""
-    cases = [(case, *how) for case in RECURSIVE for how in (({}, True), ({"recurse": True}, True))]
-    cases += [(case, {"recurse": False}, False) for case in RECURSIVE]
-    cases += [(case, {}, False) for case in NOT_RECURSIVE]
-    for (setter, value, attribute), arguments, below in cases:
-        model = _model(shardkit, mesh=rank_mesh((world_size,)))
-        before = [attrgetter(attribute)(group) for module in _sharded(model) for group in module._groups()]
-        getattr(model, setter)(value, **arguments)
-        after = [attrgetter(attribute)(group) for module in _sharded(model) for group in module._groups()]
-        changed = [one != two for one, two in zip(before, after, strict=True)]
-        assert changed == [True, below, below], f"{setter} with {arguments}"
 
 
 def _without_parameters(api: Any, kind: str, mesh: Any) -> tuple[nn.Module, Any]:
@@ -334,16 +270,12 @@ def _without_parameters(api: Any, kind: str, mesh: Any) -> tuple[nn.Module, Any]
     return model, model[1] if kind == "leaf" else model
 
 
-@pytest.mark.parametrize("kind", ["leaf", "container", "ignored"])
 @on_ranks(2)
-def test_setters_of_modules_without_a_group(rank: int, world_size: int, kind: str) -> None:
+def test_setters_of_modules_without_a_group(rank: int, world_size: int) -> None:
     """As on stock, they only affect the groups of modules below, if they reach those."""
     mesh = rank_mesh((world_size,))
-    calls = [(setter, value) for setter, value, _ in RECURSIVE + NOT_RECURSIVE]
-    calls += [("set_custom_reduce_scatter", RankOrderReduceScatter()), ("set_custom_all_gather", CountingAllGather())]
-    calls += [("set_allocate_memory_from_process_group_for_comm", True), ("unshard", True)]
-    calls += [("set_modules_to_forward_prefetch", []), ("set_modules_to_backward_prefetch", [])]
-    for name, value in calls:
+    custom = [("set_custom_reduce_scatter", RankOrderReduceScatter()), ("set_custom_all_gather", CountingAllGather())]
+    for kind, (name, value) in itertools.product(("leaf", "container", "ignored"), SETTERS + custom):
         gradients = []
         for api in (stock, shardkit):
             model, module = _without_parameters(api, kind, mesh)
@@ -352,25 +284,7 @@ def test_setters_of_modules_without_a_group(rank: int, world_size: int, kind: st
             grads = [parameter.grad for parameter in model.parameters()]
             gradients.append([one.to_local() if isinstance(one, DTensor) else one for one in grads])
         for expected, seen in zip(*gradients, strict=True):
-            assert seen is expected if expected is None else torch.equal(expected, seen), name
-
-
-@on_ranks(2)
-def test_force_sum_divides_last(rank: int, world_size: int) -> None:
-    """The division comes last: the hook sees the sum. Only the module that is told divides later; all get the mean."""
-    seen: list[list[Tensor]] = []
-    for force_sum in (False, True):
-        model = _model(shardkit, mesh=rank_mesh((world_size,)))
-        flat: list[Tensor] = []
-        for module in _sharded(model):
-            module.set_all_reduce_hook(lambda reduced, flat=flat: flat.append(reduced.clone()))
-        model[0].set_force_sum_reduction_for_comms(force_sum)
-        _gradients(model, rank)
-        _assert_full(model, _mean_gradients(range(world_size)))
-        seen.append(flat)
-    factors = [1, world_size, 1]  # model[1], model[0], the root
-    for once, again, factor in zip(*seen, factors, strict=True):
-        assert torch.equal(again, factor * once)
+            assert seen is expected if expected is None else torch.equal(expected, seen), (kind, name)
 
 
 def _sides() -> nn.Module:
@@ -414,20 +328,6 @@ def test_accumulation_that_differs_between_ranks(rank: int, world_size: int) -> 
 # -- process groups that are neither gloo nor NCCL ---------------------------------------------------------------------
 
 
-@on_ranks(1, isolated=True)
-def test_shards_are_contiguous_where_they_are_not_moved_to_shared_memory(rank: int, world_size: int) -> None:
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.destroy_process_group()
-    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
-    convolution = nn.Conv2d(3, 6, (3, 2)).to(memory_format=torch.channels_last)
-    half = convolution.weight.detach()[3:].contiguous()
-    shardkit.fully_shard(convolution, mesh=init_device_mesh("cpu", (2,)))
-    local = convolution.weight.to_local()
-    assert local.is_contiguous()
-    assert torch.equal(local, half)
-
-
 @on_ranks(1, 2)
 def test_shards_stay_contiguous_in_channels_last(rank: int, world_size: int) -> None:
     """Gradients are contiguous, and fused optimizers take the strides of a parameter for those of its gradient."""
@@ -443,7 +343,7 @@ def test_shards_stay_contiguous_in_channels_last(rank: int, world_size: int) -> 
 # -- named mesh axes ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("world_size", "names"), [(1, ("dp",)), (3, ("dp",)), (4, ("pods", "nodes"))])
+@pytest.mark.parametrize(("world_size", "names"), [(3, ("dp",)), (4, ("pods", "nodes"))])
 @on_ranks()
 def test_replicate_only(rank: int, world_size: int, names: tuple[str, ...]) -> None:
     """DDP: parameters are whole on every rank, gradients averaged, and the step is the same everywhere."""

@@ -69,9 +69,8 @@ def test_finalized_gradients(rank: int, world_size: int, async_op: bool) -> None
             assert torch.equal(one, two)
 
 
-@pytest.mark.parametrize("manual", [False, True])
 @on_ranks(2)
-def test_partial_sums_do_not_get_lost(rank: int, world_size: int, manual: bool) -> None:
+def test_partial_sums_do_not_get_lost(rank: int, world_size: int) -> None:
     """Backwards without an all-reduce, which is turned on again only before the end of the step."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 4))
@@ -81,21 +80,14 @@ def test_partial_sums_do_not_get_lost(rank: int, world_size: int, manual: bool) 
         _backward(model, micro)
     expected = _gradients(model)
     model.zero_grad()
-    model.set_manual_backward_finalization(manual)
+    model.set_manual_backward_finalization(True)
     model.set_requires_all_reduce(False)
     for micro in range(2):
         _backward(model, micro)
     model.set_requires_all_reduce(True)
-    if manual:
-        model.finalize_backward()
-        for one, two in zip(_gradients(model), expected, strict=True):
-            torch.testing.assert_close(one, two)
-        optimizer.step()
-        return
-    with pytest.raises(RuntimeError, match=r"'0.weight' waits for HSDP's all-reduce"):
-        optimizer.step()
-    model.reset_iter_state()
-    _backward(model, 0)
+    model.finalize_backward()
+    for one, two in zip(_gradients(model), expected, strict=True):
+        torch.testing.assert_close(one, two)
     optimizer.step()
 
 

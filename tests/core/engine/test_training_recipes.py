@@ -1,11 +1,523 @@
 """Training scripts of the kinds that people run give the same results on two ranks as in one process."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
-from tests.core.engine.training_recipes import RECIPES, Session
+from shardkit.core import fully_shard
 from tests.support import on_ranks
+from tests.support.meshes import networked_mesh
+
+WIDTH = 32  # a matrix of that width travels by itself, in place
+
+Recipe = Callable[["Session"], None]
+RECIPES: dict[str, Recipe] = {}
+
+
+class Session:
+    """Shards and trains for a recipe. ``shard`` does nothing in one process. Every rank has the same batches."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self.seen: list[tuple[str, Tensor]] = []
+        self._batches = 0
+
+    def shard(self, model: nn.Module, *blocks: nn.Module) -> Any:
+        """``fully_shard`` of the blocks, then of the model."""
+        for module in (*blocks, model) if self.ranks > 1 else ():
+            fully_shard(module, mesh=networked_mesh((self.ranks,)))
+        return model
+
+    def batch(self, *shape: int) -> Tensor:
+        """Standard normal numbers."""
+        return torch.randn(shape or (8, WIDTH), generator=self._generator())
+
+    def labels(self, classes: int, *shape: int) -> Tensor:
+        """Class numbers."""
+        return torch.randint(classes, shape, generator=self._generator())
+
+    def _generator(self) -> torch.Generator:
+        self._batches += 1
+        return torch.Generator().manual_seed(self._batches)
+
+    def sync(self, model: Any, on: bool) -> None:
+        """Whether the backwards that follow reduce gradients."""
+        if self.ranks > 1:
+            model.set_requires_gradient_sync(on)
+
+    def note(self, name: str, value: Tensor) -> None:
+        """Something to compare."""
+        value = value.full_tensor() if isinstance(value, DTensor) else value
+        self.seen.append((name, value.detach().clone()))
+
+    def step(self, optimizer: torch.optim.Optimizer, *models: nn.Module) -> None:
+        """Notes all gradients, makes a step, and notes all parameters."""
+        for index, model in enumerate(models):
+            for name, parameter in model.named_parameters():
+                if parameter.grad is not None:
+                    self.note(f"gradient of {index}.{name}", parameter.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+        for index, model in enumerate(models):
+            for name, parameter in model.named_parameters():
+                self.note(f"{index}.{name}", parameter)
+
+
+def recipe(function: Recipe) -> Recipe:
+    """Registers a recipe under its name."""
+    RECIPES[function.__name__] = function
+    return function
+
+
+def sgd(*models: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for model in models for p in model.parameters() if p.requires_grad], lr=0.05)
+
+
+def train(session: Session, model: Any, *blocks: nn.Module, steps: int = 3) -> None:
+    """The plain loop, over the mean square of the output."""
+    session.shard(model, *blocks)
+    optimizer = sgd(model)
+    for _ in range(steps):
+        model(session.batch()).square().mean().backward()
+        session.step(optimizer, model)
+
+
+class MLP(nn.Module):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm, self.dropout = nn.LayerNorm(WIDTH), nn.Dropout(dropout)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.down(torch.tanh(self.up(self.norm(x)))))
+
+
+class Net(nn.Module):
+    """Blocks between two linear layers; ``run`` calls a block, ``order`` says which ones run."""
+
+    def __init__(self, blocks: int = 2, out: int = WIDTH, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.inp, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, out)
+        self.blocks = nn.ModuleList(MLP(dropout) for _ in range(blocks))
+        self.run: Callable[[nn.Module, Tensor], Tensor] = lambda block, x: block(x)
+        self.order: tuple[int, ...] = tuple(range(blocks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        for index in self.order:
+            x = self.run(self.blocks[index], x)
+        return self.out(x)
+
+
+def recomputed(block: nn.Module, x: Tensor) -> Tensor:
+    return checkpoint(block, x, use_reentrant=False)
+
+
+def net_of(blocks: list[nn.Module]) -> Net:
+    """A net of other blocks."""
+    net = Net(0)
+    net.blocks, net.order = nn.ModuleList(blocks), tuple(range(len(blocks)))
+    return net
+
+
+# -- unusual ways through autograd -------------------------------------------------------------------------------------
+
+
+@recipe
+def one_backward_for_each_head(session: Session) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.heads = Net(), nn.ModuleList(nn.Linear(WIDTH, 3) for _ in range(3))
+
+        def forward(self, x: Tensor) -> list[Tensor]:
+            hidden = self.body(x)
+            return [head(hidden).square().mean() for head in self.heads]
+
+    model = Model()
+    session.shard(model, *model.body.blocks, *model.heads)
+    optimizer = sgd(model)
+    for step in range(4):
+        losses = model(session.batch())
+        for index, loss in enumerate(losses if step % 2 else losses[::-1]):
+            loss.backward(retain_graph=index < 2)
+            if step > 1:  # conflicting gradients are looked at one by one
+                for name, parameter in model.named_parameters():
+                    if parameter.grad is not None:
+                        session.note(f"{index} {name}", parameter.grad.norm())
+        session.step(optimizer, model)
+
+
+@recipe
+def fixed_point_with_a_gradient_in_a_hook(session: Session) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inp, self.body = nn.Linear(WIDTH, WIDTH), MLP()
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.inp(x)
+            point = torch.zeros_like(x)
+            with torch.no_grad():
+                for _ in range(4):
+                    point = torch.tanh(0.1 * self.body(point) + x)
+            found = torch.tanh(0.1 * self.body(point) + x)
+            start = found.detach().requires_grad_()
+            again = torch.tanh(0.1 * self.body(start) + x)
+
+            def solve(gradient: Tensor) -> Tensor:
+                solved = gradient
+                for _ in range(3):
+                    solved = torch.autograd.grad(again, start, solved, retain_graph=True)[0] + gradient
+                return solved
+
+            found.register_hook(solve)
+            return found
+
+    model = Model()
+    train(session, model, model.body)
+
+
+class _Recomputed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, block: nn.Module) -> Tensor:
+        ctx.block = block
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return block(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            output = ctx.block(x)
+        torch.autograd.backward(output, gradient)
+        return x.grad, None
+
+
+@recipe
+def recomputation_of_ones_own(session: Session) -> None:
+    model = Net()
+    model.run = lambda block, x: _Recomputed.apply(x, block)
+    train(session, model, *model.blocks)
+
+
+@recipe
+def recomputation_with_dropout_and_offload(session: Session) -> None:
+    model = session.shard(net := Net(dropout=0.3), *net.blocks)
+    optimizer = sgd(model)
+    for reentrant in (False, True, None):
+        model.run = (lambda block, x: block(x)) if reentrant is None else _checkpoints(reentrant)
+        with torch.autograd.graph.save_on_cpu():
+            loss = model(session.batch()).square().mean()
+        loss.backward()
+        session.step(optimizer, model)
+
+
+def _checkpoints(reentrant: bool) -> Callable[[nn.Module, Tensor], Tensor]:
+    return lambda block, x: checkpoint(block, x, use_reentrant=reentrant)
+
+
+@recipe
+def decay_in_the_loss(session: Session) -> None:
+    model = session.shard(net := Net(), *net.blocks)
+    optimizer = sgd(model)
+    for step in range(4):
+        norms = [] if step % 2 else [parameter.square().sum() for parameter in model.parameters()]
+        loss = model(session.batch()).square().mean()
+        norms = norms or [parameter.square().sum() for parameter in model.parameters()]
+        (loss + 0.01 * sum(one.full_tensor() if isinstance(one, DTensor) else one for one in norms)).backward()
+        session.step(optimizer, model)
+
+
+# -- losses and keys that blocks keep aside ----------------------------------------------------------------------------
+
+
+class Experts(nn.Module):
+    """A mixture of experts: the router's losses are attributes, its load a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, 4, bias=False)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.register_buffer("load", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        share = self.router(x).softmax(-1)
+        weight, chosen = share.topk(2, -1)
+        y = torch.zeros_like(x)
+        for index, expert in enumerate(self.experts):
+            rows, place = (chosen == index).nonzero(as_tuple=True)
+            if rows.numel():
+                y = y.index_add(0, rows, weight[rows, place, None] * torch.tanh(expert(x[rows])))
+        self.load += torch.bincount(chosen.flatten(), minlength=4)
+        self.balance = (share.mean(0) * torch.zeros_like(share).scatter(1, chosen, 1).mean(0)).sum()
+        self.z = self.router(x).logsumexp(-1).square().mean()
+        return x + y
+
+
+def _mixture(session: Session, run: Any) -> None:
+    model = net_of([Experts() for _ in range(3)])
+    model.run = run
+    session.shard(model, *(expert for block in model.blocks for expert in block.experts), *model.blocks)
+    optimizer = sgd(model)
+    for _ in range(3):
+        loss = model(session.batch()).square().mean()
+        (loss + sum(block.balance + 0.1 * block.z for block in model.blocks)).backward()
+        session.step(optimizer, model)
+
+
+@recipe
+def mixture_of_experts_recomputed(session: Session) -> None:
+    _mixture(session, recomputed)
+
+
+@recipe
+def trained_key_cache(session: Session) -> None:
+    """Keys of one forward are in the graph of the next: one backward goes through both."""
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv, self.cache = nn.Linear(WIDTH, 3 * WIDTH), []
+
+        def forward(self, x: Tensor) -> Tensor:
+            query, *key_and_value = self.qkv(x).chunk(3, -1)
+            self.cache.append(key_and_value)
+            key, value = (torch.cat(parts, 1) for parts in zip(*self.cache, strict=True))
+            return x + F.scaled_dot_product_attention(query, key, value)
+
+    model = net_of([Attention() for _ in range(3)])
+    session.shard(model, *model.blocks)
+    optimizer = sgd(model)
+    for _ in range(3):
+        for block in model.blocks:
+            block.cache.clear()
+        outputs = [model(session.batch(2, 3, WIDTH)) for _ in range(3)]
+        (outputs[0].square().mean() + outputs[2].square().mean()).backward()
+        session.step(optimizer, model)
+
+
+# -- parameters that are frozen, hooked or computed --------------------------------------------------------------------
+
+
+class Adapted(nn.Module):
+    """A linear layer with an adapter of low rank that can be switched off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.on = nn.Linear(WIDTH, WIDTH).requires_grad_(False), True
+        self.down, self.up = (nn.Parameter(torch.randn(shape) / 6) for shape in ((WIDTH, 4), (4, WIDTH)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.base(x))
+        return y + x @ self.down @ self.up if self.on else y
+
+
+def _adapted() -> Net:
+    model = net_of([Adapted() for _ in range(3)])
+    model.inp.requires_grad_(False)
+    model.out.requires_grad_(False)
+    return model
+
+
+@recipe
+def adapters_and_their_base_as_reference(session: Session) -> None:
+    model = session.shard(net := _adapted(), *net.blocks)
+    optimizer = sgd(model)
+    for _ in range(3):
+        x = session.batch()
+        y = model(x)
+        for block in model.blocks:
+            block.on = False
+        with torch.no_grad():
+            reference = model(x)
+        for block in model.blocks:
+            block.on = True
+        (-F.logsigmoid((y - reference).sum(1) - 1).mean()).backward()
+        session.step(optimizer, model)
+
+
+@recipe
+def unfrozen_into_a_new_optimizer_group(session: Session) -> None:
+    model = Net(3)
+    model.blocks.requires_grad_(False)
+    session.shard(model, *model.blocks)
+    optimizer = sgd(model)
+    for step in range(4):
+        if step:
+            model.blocks[3 - step].requires_grad_(True)
+            optimizer.add_param_group({"params": list(model.blocks[3 - step].parameters()), "lr": 0.01})
+        model(session.batch()).square().mean().backward()
+        session.step(optimizer, model)
+
+
+def _halve_gradient(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(0.5)
+
+
+@recipe
+def gradient_hooks(session: Session) -> None:
+    """Some from before the parameters were sharded, one on a parameter that is frozen meanwhile."""
+    model = Net()
+    removed = model.inp.weight.register_hook(lambda gradient: gradient * 100)
+    for parameter in model.blocks.parameters():
+        parameter.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+    model.out.bias.register_post_accumulate_grad_hook(_halve_gradient)
+    model.out.bias.requires_grad_(False)
+    session.shard(model, *model.blocks)
+    removed.remove()
+    model.out.bias.requires_grad_(True)
+    model.out.weight.register_hook(lambda gradient: gradient * 0.5)
+    optimizer = sgd(model)
+    for _ in range(3):
+        model(session.batch()).square().mean().backward()
+        session.step(optimizer, model)
+
+
+@recipe
+def computed_weights(session: Session) -> None:
+    linears = [nn.Linear(WIDTH, WIDTH) for _ in range(4)]
+    torch.nn.utils.parametrizations.weight_norm(linears[0])
+    torch.nn.utils.parametrizations.spectral_norm(linears[1])
+    torch.nn.utils.parametrizations.orthogonal(linears[2])
+    torch.nn.utils.spectral_norm(linears[3])
+    train(session, nn.Sequential(*linears), *linears)
+
+
+# -- optimizers, and operations around their steps ---------------------------------------------------------------------
+
+
+@recipe
+def sharpness(session: Session) -> None:
+    model = session.shard(net := Net(), *net.blocks)
+    optimizer = sgd(model)
+    for _ in range(3):
+        x = session.batch()
+        model(x).square().mean().backward()
+        norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
+        moves = [parameter.grad * 0.05 / norm for parameter in model.parameters()]
+        optimizer.zero_grad()
+        with torch.no_grad():
+            torch._foreach_add_(list(model.parameters()), moves)
+        model(x).square().mean().backward()
+        with torch.no_grad():
+            torch._foreach_sub_(list(model.parameters()), moves)
+        session.step(optimizer, model)
+
+
+@recipe
+def line_search(session: Session) -> None:
+    model = session.shard(net := Net(1), *net.blocks)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3, line_search_fn="strong_wolfe")
+    for _ in range(2):
+        x = session.batch()
+
+        def closure(x: Tensor = x) -> Tensor:
+            optimizer.zero_grad()
+            loss: Tensor = model(x).square().mean()
+            loss.backward()
+            return loss
+
+        session.note("loss", optimizer.step(closure))
+        session.step(sgd(model), model)
+
+
+# -- several models, and several forwards before a backward ------------------------------------------------------------
+
+
+@recipe
+def adversarial_with_a_frozen_judge_and_a_penalty(session: Session) -> None:
+    maker, judge = Net(), Net(out=1)
+    for model in (maker, judge):
+        session.shard(model, *model.blocks)
+    makes, judges = sgd(maker), sgd(judge)
+    for _ in range(3):
+        judge.requires_grad_(True)
+        with torch.no_grad():
+            made = maker(session.batch())
+        mixed = (0.3 * session.batch() + 0.7 * made).requires_grad_()
+        (slope,) = torch.autograd.grad(judge(mixed).sum(), mixed, create_graph=True)
+        (judge(made).mean() - judge(session.batch()).mean() + (slope.norm(dim=1) - 1).square().mean()).backward()
+        session.step(judges, judge)
+        judge.requires_grad_(False)
+        (-judge(maker(session.batch())).mean()).backward()
+        session.step(makes, maker)
+
+
+@recipe
+def contrastive_in_parts(session: Session) -> None:
+    """Embeddings without a graph, the gradient of their loss, then a forward and a backward for each part."""
+    model = session.shard(net := Net(), *net.blocks)
+    optimizer = sgd(model)
+    for _ in range(3):
+        parts = [session.batch(4, WIDTH) for _ in range(3)]
+        with torch.no_grad():
+            found = torch.cat([model(part) for part in parts])
+        found.requires_grad_()
+        F.cross_entropy(found @ found.t(), torch.arange(12)).backward()
+        assert found.grad is not None
+        for index, (part, gradient) in enumerate(zip(parts, found.grad.split(4), strict=True)):
+            session.sync(model, index == 2)
+            (model(part) * gradient).sum().backward()
+        session.step(optimizer, model)
+
+
+@recipe
+def slow_teacher(session: Session) -> None:
+    student, teacher = Net(), Net()
+    teacher.load_state_dict(student.state_dict())
+    teacher.requires_grad_(False)
+    for model in (student, teacher):
+        session.shard(model, *model.blocks)
+    optimizer = sgd(student)
+    for _ in range(3):
+        with torch.no_grad():
+            for old, new in zip(teacher.parameters(), student.parameters(), strict=True):
+                old.lerp_(new.detach(), 0.2)
+            keys = teacher(session.batch())
+        F.cross_entropy(student(session.batch()) @ keys.t(), torch.arange(8)).backward()
+        session.step(optimizer, student, teacher)
+
+
+@recipe
+def policy_and_its_past(session: Session) -> None:
+    """Generates without grad, asks the old policy and a reference, then makes several steps."""
+
+    class Policy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.body, self.head = nn.Embedding(20, WIDTH), MLP(), nn.Linear(WIDTH, 20, bias=False)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return self.head(self.body(self.embed(tokens).cumsum(1) / 3)).log_softmax(-1)
+
+    policy, reference = Policy(), Policy().requires_grad_(False)
+    for model in (policy, reference):
+        session.shard(model, model.body)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-2, eps=1e-3)
+    for _ in range(2):
+        tokens = session.labels(20, 4, 2)
+        with torch.no_grad():
+            for _ in range(3):
+                tokens = torch.cat([tokens, policy.eval()(tokens)[:, -1].argmax(-1, keepdim=True)], 1)
+            old, other = (model(tokens).gather(-1, tokens[..., None]) for model in (policy, reference))
+        for rows in (slice(0, 2), slice(2, 4)):
+            new = policy.train()(tokens[rows]).gather(-1, tokens[rows][..., None])
+            gain = torch.sin(tokens[rows][..., None].to(new.dtype))
+            (-((new - old[rows]).exp() * gain).mean() + 0.1 * (new - other[rows]).mean()).backward()
+            session.note("norm", torch.nn.utils.clip_grad_norm_(policy.parameters(), 0.5))
+            session.step(optimizer, policy)
+
+
+# -- the test ----------------------------------------------------------------------------------------------------------
 
 
 def _run(name: str, ranks: int) -> list[tuple[str, Tensor]]:
