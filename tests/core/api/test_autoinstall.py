@@ -156,14 +156,6 @@ def test_a_value_that_means_nothing(tmp_path: Path):
     assert "RuntimeError: SHARDKIT_INSTALL is 'yes'; expected 1, fsdp1" in done.stderr
 
 
-def test_exit_status_of_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
-    assert run([str(script(tmp_path, "raise SystemExit(7)"))]) == 7
-    assert run([sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGTERM)"]) == 128 + 15
-    capfd.readouterr()
-    assert run(["no-such-launcher"]) == 127
-    assert "no-such-launcher cannot be run: No such file or directory" in capfd.readouterr().err
-
-
 @pytest.mark.daily(arguments=[("--",)])
 @pytest.mark.parametrize("arguments", [(), ("--",)])
 def test_a_missing_command(arguments: tuple[str, ...], tmp_path: Path):

@@ -25,7 +25,6 @@ model.reset_iter_state()
 @pytest.mark.parametrize(
     ("logs", "modules"),
     [
-        ("core.engine", ["engine.root", "engine.step"]),
         ("all,+core.engine", ["engine.root", "engine.gather", "engine.gather", "engine.step"]),
         ("all,-core.engine", []),
     ],

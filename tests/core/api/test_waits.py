@@ -162,12 +162,6 @@ def test_a_wait_that_fails_is_told_and_raises() -> None:
     assert (failed.fqn, failed.operation, failed.error) == ("blocks.0", "all-gather", "gone")
 
 
-def test_nobody_listening_hears_nothing_of_a_wait() -> None:
-    with Waiting("blocks.0", "all-gather") as waiting:
-        waiting.arrived()
-    assert not events.hub.active
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_spans_on_a_gpu() -> None:
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -1,6 +1,5 @@
 """Activations on the host: the same bits as without, within bounds of memory. On a CPU they go to files."""
 
-import copy
 import errno
 import os
 import threading
@@ -184,12 +183,10 @@ COMPILED, WHOLE = partial(compiled), partial(compiled, fullgraph=True)
     ("run", "prepare", "options"),
     [
         pytest.param(one_by_one, [], {}, id="plain"),
-        pytest.param(one_by_one, [], {"keep": odd_ones}, id="keep-named"),
-        pytest.param(one_by_one, [], {"min_bytes": 2000}, id="min-bytes"),
+        pytest.param(one_by_one, [], {"keep": odd_ones, "min_bytes": 2000}, id="keep-named-and-large"),
         pytest.param(double_backward, [], {"keep": 0}, id="double-backward"),
         pytest.param(recomputed, [], {}, id="checkpoint-around"),
         pytest.param(one_by_one, [COMPILED], {}, id="compiled"),
-        pytest.param(one_by_one, [SHARDED], {}, id="sharded"),
         pytest.param(one_by_one, [KEPT], {"keep": 0}, id="sharded-until-backward"),
         pytest.param(one_by_one, [IN_BF16], {}, id="sharded-bf16"),
         pytest.param(pipelined, [SHARDED], {}, id="sharded-pipelined"),
@@ -199,7 +196,7 @@ COMPILED, WHOLE = partial(compiled), partial(compiled, fullgraph=True)
         pytest.param(one_by_one, [WHOLE, SHARDED], {}, id="sharded-compiled"),
     ],
 )
-@on_ranks(1, 2, timeout=240)
+@on_ranks(2, timeout=240)
 def test_the_same_bits(
     rank: int,
     world_size: int,
@@ -352,51 +349,6 @@ def test_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert peaks[12][0] < limited < without[12]
 
 
-def moved(model: nn.Module, monkeypatch: pytest.MonkeyPatch, place: Path, x: Tensor) -> int:
-    """Bytes that a forward moves."""
-    sent = 0
-    send = activations._Tier.send
-
-    def counted(tier: Any, spans: Any, streams: Any) -> Any:
-        nonlocal sent
-        sent += sum(span.nbytes for _, span in spans)
-        return send(tier, spans, streams)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(activations._Tier, "send", counted)
-        offload = offload_activations(model, directory=place, min_bytes=0, keep=0)
-        model(x).sum().backward()
-        offload.remove()
-    return sent
-
-
-class Held(nn.Module):
-    """A block that saves views of its parameters and buffers, its input three times, and half of a wider tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4, 256, 256))
-        self.register_buffer("scale", torch.randn(256))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = x @ self.weight[1].t() + (x * x).view(-1, 256) @ self.weight[2]
-        return (y * self.scale + x.t().flip(0).t().expand_as(x)).unflatten(0, (-1, 2)).flatten(0, 1)
-
-
-@pytest.mark.parametrize("shards", [False, True])
-@on_ranks(1, 2)
-def test_parameters_stay_and_tensors_saved_twice_move_once(
-    rank: int, world_size: int, tmp_path: Path, shards: bool
-) -> None:
-    model = nn.Sequential(Held(), Held())
-    for block in model if shards else ():
-        fully_shard(block)
-    x = torch.randn(2, 256, requires_grad=True)
-    with pytest.MonkeyPatch.context() as patch:
-        # The input of each block, and its square: 512 numbers each. Weights would be 65,536.
-        assert moved(model, patch, tmp_path, x) == 2 * 2 * 2 * 256 * 4
-
-
 class Odd(nn.Module):
     """Has a parameter without memory yet, a sparse buffer, and a parameter that consists of two tensors."""
 
@@ -410,33 +362,13 @@ class Odd(nn.Module):
         return torch.sparse.mm(self.neighbours, torch.tanh(self.lazy(x))) @ self.two.a
 
 
-class Ragged(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + F.gelu(self.linear(self.norm(x))) * x
-
-
-def odd(model: nn.Module) -> Tensor:
-    return model(torch.ones(SEQUENCE, WIDTH))
-
-
-def ragged(model: nn.Module) -> Tensor:
-    parts = [torch.ones(length, WIDTH) for length in (3, 5)]
-    return model(torch.nested.nested_tensor(parts, layout=torch.jagged)).values()
-
-
-@pytest.mark.parametrize(("block", "run"), [(Odd, odd), (Ragged, ragged)])
-def test_tensors_that_are_not_plain(tmp_path: Path, block: type[nn.Module], run: Callable[..., Tensor]) -> None:
+def test_tensors_that_are_not_plain(tmp_path: Path) -> None:
     found = []
     for moves in (False, True):
         torch.manual_seed(0)
-        model = nn.Sequential(*(block() for _ in range(3)))
+        model = nn.Sequential(*(Odd() for _ in range(3)))
         offload = offload_activations(model, directory=tmp_path, min_bytes=0) if moves else None
-        run(model).sum().backward()
+        model(torch.ones(SEQUENCE, WIDTH)).sum().backward()
         found.append([one.grad for one in model.parameters() if one.requires_grad])
     assert offload is not None
     assert offload.host_bytes
@@ -486,22 +418,6 @@ def test_threads_run_forward_at_once(tmp_path: Path) -> None:
     with ThreadPoolExecutor(2) as threads:
         for seen, plain in zip(threads.map(run, inputs), expected, strict=True):
             assert all(map(torch.equal, seen, plain))
-
-
-def test_copies_have_pages_of_their_own(tmp_path: Path) -> None:
-    model = wide(3)
-    offload = offload_activations(model, directory=tmp_path, min_bytes=0)
-    twin = copy.deepcopy(model)
-    x = torch.randn(4, 64)
-    for one in (twin, model):
-        torch.manual_seed(0)
-        one(x).sum().backward()
-        assert bool(offload.host_bytes) is (one is model)
-    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
-    offload.remove()
-    taken = offload.host_bytes
-    [model(x) for _ in range(9)]
-    assert offload.host_bytes == taken
 
 
 def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,27 +87,23 @@ def whole(values: Any) -> Any:
     return values.full_tensor().clone() if isinstance(values, DTensor) else copy.deepcopy(values)
 
 
-def _saved(rank: int, world_size: int, path: Path) -> tuple[list[Any], list[Any]]:
-    """The saved state, and the state after one more step."""
+def _saved(rank: int, world_size: int, path: Path) -> list[Any]:
     model, optimizer = build(world_size, "AdamW8bit")
     for number in range(3):
         step(model, optimizer, number)
     with CheckpointManager(path) as manager:
         manager.save(3, TrainingState(model, optimizer))
-        manager.wait()
-    saved = everything(model, optimizer)
-    step(model, optimizer, 3)
-    return saved, everything(model, optimizer)
+    return everything(model, optimizer)
 
 
-def _loaded(rank: int, world_size: int, path: Path) -> tuple[list[Any], list[Any]]:
+def _loaded(rank: int, world_size: int, path: Path) -> list[Any]:
     model, optimizer = build(world_size, "AdamW8bit", seed=1)
     step(model, optimizer, 9)  # so that there is state to read into
     with CheckpointManager(path) as manager:
         manager.restore(TrainingState(model, optimizer))
     loaded = everything(model, optimizer)
-    step(model, optimizer, 3)
-    return loaded, everything(model, optimizer)
+    step(model, optimizer, 3)  # training goes on
+    return loaded
 
 
 def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
@@ -120,14 +116,11 @@ def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_a_checkpoint_of_two_ranks_loads_on_any_number(world_size: int, tmp_path: Path) -> None:
+def test_a_checkpoint_of_two_ranks_loads_on_four(tmp_path: Path) -> None:
     expected = run_ranks(2, _saved, tmp_path / "two")[0]
-    seen = run_ranks(world_size, _loaded, tmp_path / "two")[0]
-    assert "absmax1" in seen[0][0]
-    # On another number of ranks the sums of gradients, over as many rows, round otherwise from the next step on.
-    for mine, theirs in zip(seen[: 1 + (world_size == 2)], expected, strict=False):
-        assert_same(dict(enumerate(mine)), dict(enumerate(theirs)), "loaded")
+    seen = run_ranks(4, _loaded, tmp_path / "two")[0]
+    assert "absmax1" in seen[0]
+    assert_same(dict(enumerate(seen)), dict(enumerate(expected)), "loaded")
 
 
 @on_ranks(2)

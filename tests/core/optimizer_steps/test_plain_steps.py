@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.debug import CommDebugMode
 
 from shardkit.core import Blocks, Owned, fully_shard, optimizer_step_on_shards, plan_owners
@@ -172,23 +172,6 @@ def test_optimizers_that_torch_refuses_on_dtensors(
         torch.testing.assert_close(sharded.full_tensor(), whole)
 
 
-@on_ranks(2)
-def test_dtensors_that_are_not_ours(rank: int, world_size: int) -> None:
-    parameter = nn.Parameter(DTensor.from_local(torch.ones(2), rank_mesh((world_size,)), [Replicate()]))
-    optimizer = torch.optim.SGD([parameter], lr=0.1)
-    optimizer_step_on_shards(optimizer)
-    for placement in (Partial(), Replicate()):
-        parameter.grad = DTensor.from_local(torch.ones(2), rank_mesh((world_size,)), [placement])
-        if placement == Partial():
-            with pytest.raises(RuntimeError, match=r"shape \(2,\) with placements \(Replicate\(\),\) has a gradient"):
-                optimizer.step()
-    with CommDebugMode() as counted:
-        optimizer.step()
-    assert counted.get_total_counts() == 0
-    assert optimizer.param_groups[0]["params"] == [parameter]
-    assert torch.equal(parameter.to_local(), torch.full((2,), 0.9))
-
-
 def test_optimizers_that_read_whole_parameters_are_refused() -> None:
     class Mine(torch.optim.SGD):
         pass
@@ -242,7 +225,7 @@ def test_steps_on_whole_matrices_as_one_process_does(rank: int, world_size: int,
     reference, model = Layers(), shard_layers(world_size, plan_owners(Layers()))
     start = [p.detach().clone() for p in matrices(reference)]
     ours, theirs = (optimizer_for(kind, matrices(one), **OWNED[kind]) for one in (model, reference))
-    for number in range(20):
+    for number in range(12):
         backward_alike(model, reference, rank, number)
         with torch.compiler.set_stance("force_eager"):
             for optimizer in (ours, theirs):

@@ -3,7 +3,6 @@
 import copy
 import io
 import pickle
-import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -17,7 +16,6 @@ from torch.nn import functional as F
 
 import shardkit.core as shardkit
 from tests.support import on_ranks, rank_mesh, run_ranks
-from tests.support.wire_weights import SameOnTheWire
 
 # As timm, Megatron and transformers have them.
 TAGS = {"no_weight_decay": True, "sequence_parallel": False, "_is_hf_initialized": True}
@@ -98,8 +96,7 @@ def _positive() -> nn.Linear:
 MODULES = {"subclass of nn.Parameter": ScaledLinear, "__torch_function__": _positive}
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("kind", MODULES)
+@pytest.mark.parametrize(("world_size", "kind"), [(1, "__torch_function__"), *((2, kind) for kind in MODULES)])
 @on_ranks()
 def test_classes_of_python_stay(rank: int, world_size: int, kind: str) -> None:
     """Stock computes with a plain parameter here, which has no `effective()`, and whose negative numbers count."""
@@ -126,23 +123,6 @@ def test_classes_of_python_stay(rank: int, world_size: int, kind: str) -> None:
     (expected, weight), (seen, sharded_weight) = runs
     assert expected == seen
     assert torch.equal(weight, sharded_weight)
-
-
-@on_ranks(2)
-def test_inner_tensors_stay_behind(rank: int, world_size: int) -> None:
-    """The inner tensors of the whole weight are not kept beside the shard's."""
-    linear = nn.Linear(8, 16, bias=False)
-    linear.weight = nn.Parameter(SameOnTheWire(linear.weight.detach()))
-    linear.weight.no_decay = True
-    whole = weakref.ref(linear.weight._inner)
-    shardkit.fully_shard(linear, mesh=rank_mesh((world_size,)))
-    assert whole() is None
-    assert linear.weight.no_decay
-    assert linear.weight.to_local()._inner.shape == (16 // world_size, 8)
-    assert not hasattr(linear.weight, "_inner")
-    linear.unshard()
-    assert linear.weight.no_decay
-    assert linear.weight._inner.shape == (16, 8)
 
 
 # -- copies of parameters ----------------------------------------------------------------------------------------------

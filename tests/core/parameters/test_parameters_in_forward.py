@@ -87,9 +87,17 @@ def _unfrozen(head: Any) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("first", [_unfrozen, nn.Module.double, nn.Module.train])
 @pytest.mark.parametrize(
-    "placement", [Shard(0), Shard(1), Replicate(), Owned(), Blocks(rows=3), Blocks(elements=5)], ids=str
+    ("placement", "first"),
+    [
+        (Shard(0), _unfrozen),
+        (Shard(1), nn.Module.double),
+        (Replicate(), nn.Module.train),
+        (Owned(), _unfrozen),
+        (Blocks(rows=3), nn.Module.double),
+        (Blocks(elements=5), nn.Module.train),
+    ],
+    ids=str,
 )
 def test_weight_gathered_outside_forward(
     rank: int, world_size: int, placement: Placement, first: Callable[[Any], Any]

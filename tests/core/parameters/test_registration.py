@@ -10,7 +10,6 @@ from torch.distributed.tensor import DTensor
 
 from shardkit.core import fully_shard
 from tests.support import on_ranks
-from tests.support.meshes import rank_mesh
 from tests.support.models import Composed
 from tests.support.sharding import shard_children
 from tests.support.twins import Twins, batch, square_loss
@@ -24,7 +23,7 @@ def _two() -> Any:
 _loss = square_loss(3, 4)
 
 
-@pytest.mark.parametrize(("world_size", "reshard_after_forward"), [(1, True), (2, True), (2, False)])
+@pytest.mark.parametrize(("world_size", "reshard_after_forward"), [(1, True), (2, False)])
 @on_ranks()
 def test_a_parameter_that_is_frozen_while_it_is_unsharded(
     rank: int, world_size: int, reshard_after_forward: bool
@@ -82,48 +81,6 @@ def test_a_parameter_that_is_replaced_in_forward_is_refused(rank: int, world_siz
     for layer in (model.first, model.second):
         layer(batch(rank, 3, 4)).sum().backward()
         assert all(isinstance(parameter, DTensor) for parameter in layer.parameters())
-
-
-def _tied() -> Any:
-    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Tanh(), nn.Linear(4, 4, bias=False))
-    model[2].weight = model[0].weight
-    return model
-
-
-@on_ranks(1, 2)
-def test_a_tie_to_a_group_that_was_trained(rank: int, world_size: int) -> None:
-    """The second module comes when the first one has been trained; they share their only parameter."""
-    twins = Twins.of(rank, world_size, _tied, lambda model: fully_shard(model[0]))
-    for model in (twins.sharded, twins.whole):
-        model[0](batch(rank, 3, 4)).square().mean().backward()
-        model[0].zero_grad()
-    fully_shard(twins.sharded[2])
-    for _ in range(2):
-        twins.step(_loss)
-
-
-@pytest.mark.parametrize(("world_size", "replicas"), [(1, False), (2, False), (2, True)])
-@on_ranks()
-def test_an_optimizer_of_several_groups_does_not_step_on_gradients_that_wait(
-    rank: int, world_size: int, replicas: bool
-) -> None:
-    """The group that backward reduces first lets an optimizer of all groups step."""
-    model: Any = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
-    mesh = rank_mesh((world_size, 1), ("replicas", "shards")) if replicas else None
-    for block in model:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model[3].bias.register_post_accumulate_grad_hook(lambda _: optimizer.step())
-    before = [parameter.full_tensor().detach().clone() for parameter in model.parameters()]
-    switch = model.set_requires_all_reduce if replicas else model.set_requires_gradient_sync
-    switch(False)
-    model(torch.ones(2, 64)).sum().backward()
-    switch(True)
-    with pytest.raises(RuntimeError, match=r"an optimizer steps, but a gradient of parameter '0.weight' waits for"):
-        model(torch.ones(2, 64)).sum().backward()
-    after = [parameter.full_tensor() for parameter in model.parameters()]
-    assert all(map(torch.equal, before, after))
 
 
 def _language(separate: bool) -> Any:

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 import shardkit.core as shardkit
-from tests.support import networked_mesh, on_ranks, rank_mesh, run_ranks
+from tests.support import on_ranks, rank_mesh, run_ranks
 from tests.support.sharding import shard_each
 from tests.support.wire_weights import BFloat16OnTheWire, SameOnTheWire, WireWeight
 
@@ -105,71 +105,27 @@ def like_stock(rank: int, world_size: int, wire: str, options: dict[str, Any]) -
         assert torch.equal(expected[label], seen[label]), label
 
 
-@pytest.mark.parametrize("reshard_after_forward", [True, False])
-@pytest.mark.parametrize(
-    ("wire", "world_size"),
-    # On a single rank stock hands on one of the hook's tensors only, so int8 and its scales cannot be compared there.
-    [(wire, world_size) for wire in WIRES for world_size in (1, 2) if (wire, world_size) != ("int8", 1)],
-)
-def test_training_like_stock(wire: str, reshard_after_forward: bool, world_size: int) -> None:
-    run_ranks(world_size, like_stock, wire, {"reshard_after_forward": reshard_after_forward})
-
-
-@pytest.mark.parametrize("wire", WIRES)
-def test_hsdp_like_stock(wire: str) -> None:
-    """The mesh that the hook gets is the shard axis."""
-    run_ranks(4, like_stock, wire, {"mesh": (2, 2)})
-
-
 def columns(parameter: Tensor) -> Shard:
     return Shard(parameter.ndim - 1)
 
 
-@pytest.mark.parametrize("wire", [wire for wire in WIRES if wire != "int8"])  # stock cannot join its scales
-@pytest.mark.parametrize("mesh", [None, (2, 2)])
-def test_columns_like_stock(wire: str, mesh: tuple[int, ...] | None) -> None:
-    run_ranks(4 if mesh else 2, like_stock, wire, {"mesh": mesh, "shard_placement_fn": columns})
-
-
-class ScalePerRow(WireWeight):
-    """As Int8OnTheWire, with one scale for each row of the last dim."""
-
-    @staticmethod
-    def rounded(weight: Tensor) -> Tensor:
-        scale = weight.abs().amax(-1, keepdim=True) / 127
-        return (weight / scale).round().to(torch.int8) * scale
-
-    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], Any]:
-        scale = self._inner.abs().amax(-1, keepdim=True) / 127
-        return ((self._inner / scale).round().to(torch.int8), scale), None
-
-    def fsdp_post_all_gather(
-        self, gathered: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
-    ) -> Any:
-        data, scale = gathered
-        weight = data * scale
-        return weight, (weight, data, scale)
-
-
-@pytest.mark.parametrize("dim", [1, 2])
-@on_ranks(2, 4)
-def test_scales_of_columns(rank: int, world_size: int, dim: int) -> None:
-    """A scale for each row of a shard goes with this shard, also where several ranks hold parts of the row.
-
-    It is not compressed.
-    """
-    torch.manual_seed(0)
-    whole = torch.randn(3, 8, 8)
-    module = nn.Module()
-    module.weight = nn.Parameter(ScalePerRow(whole.clone()))
-    options = {
-        "shard_placement_fn": lambda parameter: Shard(dim),
-        "compression_policy": shardkit.CompressionPolicy(gather="int8"),
-    }
-    shardkit.fully_shard(module, mesh=networked_mesh((world_size,)), **options)
-    module.unshard()
-    shards = [ScalePerRow.rounded(shard) for shard in whole.chunk(world_size, dim)]
-    assert torch.equal(module.weight, torch.cat(shards, dim))
+@pytest.mark.parametrize(
+    ("world_size", "wire", "options"),
+    [
+        # On a single rank stock hands on one of the hook's tensors only, so int8 and its scales cannot be compared.
+        (1, "bfloat16", {"reshard_after_forward": True}),
+        (1, "same", {"reshard_after_forward": False}),
+        (2, "bfloat16", {"reshard_after_forward": False}),
+        (2, "int8", {"reshard_after_forward": True}),
+        (2, "int8", {"reshard_after_forward": False}),
+        (2, "same", {"reshard_after_forward": True}),
+        (4, "int8", {"mesh": (2, 2)}),  # the mesh that the hook gets is the shard axis
+        (2, "same", {"shard_placement_fn": columns}),  # stock cannot join the scales of int8 on columns
+        (4, "bfloat16", {"mesh": (2, 2), "shard_placement_fn": columns}),
+    ],
+)
+def test_training_like_stock(world_size: int, wire: str, options: dict[str, Any]) -> None:
+    run_ranks(world_size, like_stock, wire, options)
 
 
 @on_ranks(4)

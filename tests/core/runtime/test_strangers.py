@@ -59,12 +59,11 @@ def _sockets() -> Iterator[bytes]:
         yield from (os.fsencode(path / "socket") for path in Path(parent).glob("shardkit*"))
 
 
-def _attack(stop: Event, seen: Any, reached: Any, user: int | None) -> None:
-    """Connects to whatever there is, again and again: says nothing, sends garbage, keeps connections open."""
-    if user is not None:
-        os.setgroups([])
-        os.setgid(user)
-        os.setuid(user)
+def _attack(stop: Event, seen: Any, reached: Any) -> None:
+    """Connects as another user to whatever there is, again and again: says nothing, sends garbage, does not hang up."""
+    os.setgroups([])
+    os.setgid(NOBODY)
+    os.setuid(NOBODY)
     held: list[socket.socket] = []
     while not stop.is_set():
         for address in _sockets():
@@ -86,10 +85,10 @@ def _attack(stop: Event, seen: Any, reached: Any, user: int | None) -> None:
 
 
 @contextlib.contextmanager
-def _attackers(user: int | None) -> Iterator[tuple[Any, Any]]:
+def _attackers() -> Iterator[tuple[Any, Any]]:
     context = multiprocessing.get_context("fork")
     stop, seen, reached = context.Event(), context.Value("i", 0), context.Value("i", 0)
-    attackers = [context.Process(target=_attack, args=(stop, seen, reached, user)) for _ in range(2)]
+    attackers = [context.Process(target=_attack, args=(stop, seen, reached)) for _ in range(2)]
     for one in attackers:
         one.start()
     try:
@@ -102,22 +101,12 @@ def _attackers(user: int | None) -> Iterator[tuple[Any, Any]]:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can start a process of another user")
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_another_user_cannot_disturb_training(world_size: int) -> None:
-    expected = run_ranks(world_size, _train)
-    with _attackers(NOBODY) as (seen, reached):
-        found = run_ranks(world_size, _train, timeout=120)
+def test_another_user_cannot_disturb_training() -> None:
+    expected = run_ranks(3, _train)
+    with _attackers() as (seen, reached):
+        found = run_ranks(3, _train, timeout=120)
     assert seen.value > 0, "there was nothing to attack"
     assert reached.value == 0
-    for one, other in zip(expected, found, strict=True):
-        assert all(map(torch.equal, one, other))
-
-
-def test_strangers_of_the_same_user_are_turned_away() -> None:
-    expected = run_ranks(2, _train)
-    with _attackers(None) as (seen, _):
-        found = run_ranks(2, _train, timeout=120)
-    assert seen.value > 0, "there was nothing to attack"
     for one, other in zip(expected, found, strict=True):
         assert all(map(torch.equal, one, other))
 
