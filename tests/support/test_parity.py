@@ -1,11 +1,9 @@
 """The parity harness itself: stock equals stock, and every fault of ``faulty_stock`` is caught and named."""
 
 import pytest
-import torch
 
 from tests.support import RankFailure, run_ranks
 from tests.support.parity import STOCK, Case, compare_training, compare_with_single_process
-from tests.support.trace import EXACT, SUMMATION_ORDER, Trace, assert_same
 
 FAULTY = "tests.support.faulty_stock:"
 
@@ -38,31 +36,3 @@ def test_doubled_gradients_are_caught_without_an_oracle() -> None:
     case = Case("mlp", optimizer="adamw", candidate=FAULTY + "doubled_gradients")
     with pytest.raises(RankFailure, match=r"gradient of inp\.weight"):
         run_ranks(3, compare_with_single_process, case)
-
-
-def test_tolerance() -> None:
-    expected, near, far = Trace(), Trace(), Trace()
-    expected.add("x", torch.ones(3))
-    near.add("x", torch.ones(3) * (1 + 2**-20))
-    far.add("x", torch.ones(3) * 1.001)
-    assert_same(expected, near, SUMMATION_ORDER)
-    for seen, tolerance in ((near, EXACT), (far, SUMMATION_ORDER)):
-        with pytest.raises(AssertionError, match="3 of 3 elements differ"):
-            assert_same(expected, seen, tolerance)
-
-
-def test_every_kind_of_difference_is_named() -> None:
-    expected, seen = Trace(), Trace()
-    for trace, gone, dtype, value in ((expected, "here", torch.float32, None), (seen, "there", torch.float64, 1)):
-        trace.add(gone, 0)
-        trace.add("dtype", torch.zeros(2, dtype=dtype))
-        trace.add("none", value)
-        trace.add("nan", torch.tensor([float("nan"), -0.0]))
-    with pytest.raises(AssertionError) as caught:
-        assert_same(expected, seen)
-    text = str(caught.value)
-    assert "missing: here" in text
-    assert "unexpected: there" in text
-    assert "dtype: dtype: expected torch.float32, got torch.float64" in text
-    assert "none: expected None, got 1" in text
-    assert "nan" not in text

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-import warnings
 from pathlib import Path
 
 import pytest
@@ -19,10 +18,6 @@ from tests.support.waiting import await_file, await_true
 
 def whoami(rank: int, world_size: int, *args: object) -> tuple[object, ...]:
     return (rank, world_size, os.getpid(), *args)
-
-
-def random_numbers(rank: int, world_size: int) -> float:
-    return torch.rand(()).item()
 
 
 def fail_on(rank: int, world_size: int, failing: tuple[int, ...], reported: Path) -> None:
@@ -51,12 +46,6 @@ def die_on(rank: int, world_size: int, dying: int) -> None:
     dist.barrier()
 
 
-def warn(rank: int, world_size: int) -> None:
-    warnings.warn("mind the gap", FutureWarning, stacklevel=1)
-    if rank == 1:
-        warnings.warn("only here", UserWarning, stacklevel=1)
-
-
 def spoil(rank: int, world_size: int) -> None:
     os.environ["SPOILT"] = "1"
     torch.set_default_dtype(torch.float64)
@@ -65,16 +54,6 @@ def spoil(rank: int, world_size: int) -> None:
 
 def is_spoilt(rank: int, world_size: int) -> bool:
     return "SPOILT" in os.environ or torch.zeros(1).dtype != torch.float32 or not torch.is_grad_enabled()
-
-
-def make_groups(rank: int, world_size: int, count: int) -> int:
-    for _ in range(count):
-        dist.new_group()
-    return os.getpid()
-
-
-def skip_here(rank: int, world_size: int) -> None:
-    pytest.skip("no such thing here")
 
 
 @on_ranks(2)
@@ -110,16 +89,6 @@ def test_stopped_ranks_end_with_the_process_that_started_them() -> None:
     assert len(ranks) == 2
     for pid in ranks:
         await_true(lambda pid=pid: not _is_running(pid), f"rank process {pid} ends")
-
-
-def test_seeds() -> None:
-    same = run_ranks(2, random_numbers)
-    assert same == run_ranks(2, random_numbers)
-    assert same[0] == same[1]
-    assert run_ranks(2, random_numbers, seed=1) != same
-    different = run_ranks(2, random_numbers, seed_per_rank=True)
-    assert different[0] == same[0]
-    assert different[1] != different[0]
 
 
 def test_every_failing_rank_is_reported_first_failure_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,13 +149,6 @@ def test_a_test_on_ranks_fails_if_it_fails_on_one() -> None:
         no_test(failing=1)
 
 
-def test_warnings_reappear() -> None:
-    with pytest.warns() as caught:
-        run_ranks(2, warn)
-    found = {(record.category, str(record.message)) for record in caught}
-    assert found == {(FutureWarning, "mind the gap [on rank 0, 1]"), (UserWarning, "only here [on rank 1]")}
-
-
 def test_process_state_is_put_back() -> None:
     run_ranks(2, spoil)
     assert run_ranks(2, is_spoilt) == [False, False]
@@ -197,18 +159,6 @@ def test_isolated_call_has_processes_of_its_own() -> None:
     alone = [result[2] for result in run_ranks(2, whoami, isolated=True)]
     assert not set(alone) & set(before)
     assert pids(2) == before
-
-
-def test_pool_with_many_process_groups_is_renewed() -> None:
-    few = run_ranks(2, make_groups, 1)
-    assert pids(2) == few
-    many = run_ranks(2, make_groups, 70)
-    assert not set(many) & set(pids(2))
-
-
-def test_skip_in_a_body() -> None:
-    with pytest.raises(pytest.skip.Exception, match="no such thing here"):
-        run_ranks(2, skip_here)
 
 
 def _is_running(pid: int) -> bool:

@@ -82,6 +82,7 @@ class Watched:
 
 # Messages that sender 1 sends for each version: its offer, and to the first of two receivers four buckets, and that
 # these were all. The first is the hello to sender 0.
+@pytest.mark.daily(step=[2, 3, 6, 8, 9, 13])
 @pytest.mark.parametrize(
     ("shared", "step"),
     [*((True, one) for one in (2, 5, 8, 12)), *((False, one) for one in (1, 2, 3, 4, 6, 7, 8, 9, 12, 13))],
@@ -130,6 +131,7 @@ KILLS = [
 ]
 
 
+@pytest.mark.daily(step=[2, 5, 6, 9, 14, 18])
 @pytest.mark.parametrize(("position", "in_place", "shared", "step"), KILLS)
 def test_a_receiver_that_is_killed_in_a_chain(position, in_place, shared, step, monkeypatch):
     """The others get every version, also those behind it."""
@@ -169,6 +171,7 @@ def test_a_receiver_that_is_killed_in_a_chain(position, in_place, shared, step, 
     assert set(failed) <= {"other"}
 
 
+@pytest.mark.daily(step=[1, 8, 10, 13])
 @pytest.mark.parametrize("step", [1, 4, 8, 9, 10, 11, 13])
 def test_sender_0_that_is_killed(step):
     """Its messages: its own; to receivers the layout, that a version is offered and begins; to senders to go."""

@@ -1,7 +1,6 @@
 """The plan of who sends what: each wanted element once, from a rank that has it, evenly shared."""
 
 import itertools
-import json
 from collections import Counter
 
 import numpy as np
@@ -9,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardkit.weights.boxes import Held, Piece, Wanted, cut, decode, encode, intersection, numel
+from shardkit.weights.boxes import Held, Piece, Wanted, cut, intersection, numel
 from shardkit.weights.plan import Provided, buckets, plan
 from tests.weights.layouts import (
     HYBRID,
@@ -106,15 +105,3 @@ def test_wants_that_nobody_provides_are_named(want, words):
 def test_senders_that_disagree_are_named(other, words):
     with pytest.raises(ValueError, match=words):
         Provided({0: [Held("w", "float32", (4,), (((0, 2),),))], 1: [other]})
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        [Held("w", "float32", (4, 6), (((0, 2), (0, 6)), ((3, 4), (0, 6))))],
-        [Wanted("w", ((0, 2), (0, 6)), (2, 6), "float32")],
-        [Piece("w", "bfloat16", ((0, 2),), 3)],
-    ],
-)
-def test_descriptions_survive_the_wire(values):
-    assert decode(type(values[0]), json.loads(json.dumps(encode(values)))) == values
