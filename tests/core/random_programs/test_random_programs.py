@@ -26,8 +26,8 @@ def _assert_good(named: dict[str, Program], kinds: tuple[str, ...]) -> None:
 
 
 def test_programs_drawn_from_a_seed() -> None:
-    """90 different ones; a campaign at night runs more."""
-    names = [f"suite/{number}" for number in range(90)]
+    """120 different ones, of which a third raises in one process, too; a campaign at night runs more."""
+    names = [f"suite/{number}" for number in range(120)]
     drawn = {name: drawn_program(FromSeed(name)) for name in names}
     _assert_good(drawn, ("equal", "refused", "unusable"))
 
@@ -75,9 +75,6 @@ FOUND = {
     "a view from the root, changed in place": Program(
         Block(ops=("linear", "expand")), steps=_once(Micro(change=("add_",)))
     ),
-    "a view from the root, changed in place, with an explicit reshard": Program(
-        Block(ops=("linear", "expand")), steps=_once(Micro(change=("add_",), between=(Act("reshard"),)))
-    ),
     "the side output of a root whose output has no parameter": Program(Block(ops=(Side(),))),
     "the output of the root kept on the module": Program(Block(ops=("linear",), form="attribute")),
     "backward of a side output of the root's group, then of its output": Program(
@@ -97,19 +94,10 @@ FOUND = {
         ),
         Policy(wraps=(Wrap(("alpha.beta",)), Wrap(("",))), late=1),
     ),
-    "a side output, its backward twice, with prefetching": Program(
-        Block(
-            ops=(Call("beta", use="both"), "linear", "slice"),
-            blocks=(Block("beta", ops=("bias", "gain", Side(place="list"))),),
-        ),
-        Policy(wraps=(Wrap(("beta",)), Wrap(("",))), depth=3, late=1),
-        (Step((Micro(twice=True, inputs=True),), update=False),),
-    ),
     "backward of a side output alone": Program(
         SIDE_OUTPUT, Policy(wraps=ALPHA, late=1), (Step((Micro(sides="only"),)),)
     ),
     "backward of a side output first": Program(SIDE_OUTPUT, Policy(wraps=ALPHA), (Step((Micro(sides="first"),)),)),
-    "backward of a side output last": Program(SIDE_OUTPUT, Policy(wraps=ALPHA), (Step((Micro(sides="last"),)),)),
     "a side output under a checkpoint": _chain(
         Block(
             "alpha", ops=(Call("beta", checkpoint="plain"),), blocks=(Block("beta", ops=("linear", "tanh", Side())),)
@@ -118,13 +106,6 @@ FOUND = {
     ),
     "the penalty of a weight, backward of it last": Program(
         Block(ops=(Side(of="weight"),)), steps=_once(Micro(sides="last", inputs=True))
-    ),
-    "the penalty of a weight that comes out, backward of it twice": Program(
-        Block(
-            ops=(Call("alpha"), Side(of="weight", place="closure")),
-            blocks=(Block("alpha", ops=("mlp", "gain"), form="nested", extra="weight"),),
-        ),
-        steps=(Step((Micro(twice=True),)),),
     ),
     "the penalty of a weight, backward of it twice": Program(
         Block(ops=("gain", Side(of="weight"))), steps=_once(Micro(twice=True))
@@ -149,35 +130,6 @@ FOUND = {
         ),
         steps=(Step((Micro(order="each", sides="first"),), zero="keep"),),
     ),
-    "a checkpoint of modules of the root's group, backward twice": Program(
-        Block(
-            ops=("add_", Call("gamma", checkpoint="plain"), "bias", "detach"),
-            blocks=(
-                Block(
-                    "gamma",
-                    ops=("mlp", "spare", Call("beta"), "expand"),
-                    blocks=(Block("beta", ops=(Side(), Side()), form="dataclass", hooks=("replace",)),),
-                    form="dataclass",
-                ),
-            ),
-        ),
-        Policy(shared_memory=True, wraps=(Wrap(("gamma.beta",)), Wrap(("",))), depth=3, late=0),
-        (Step((Micro(twice=True),)),),
-    ),
-    "a gradient of inputs of a checkpointed side output": Program(
-        Block(
-            ops=(Side(of="weight", place="list"), Call("alpha", checkpoint="plain")),
-            blocks=(
-                Block(
-                    "alpha",
-                    ops=("linear", Call("alpha", use="twice", no_grad=True), "bias", Call("beta"), "linear"),
-                    blocks=(Block("alpha", ops=("tanh",)), Block("beta", ops=("mlp", Side(place="list")))),
-                    form="closure",
-                ),
-            ),
-        ),
-        steps=(Step((Micro(sides="only", by="inputs", inputs=True),)), Step()),
-    ),
     "a side output of a block without parameters, over several forwards": Program(
         Block(ops=("linear", Call("alpha", use="twice")), blocks=(Block("alpha", ops=("trap", Side(of="x"))),)),
         Policy(wraps=ALPHA, late=1),
@@ -196,20 +148,6 @@ FOUND = {
     "a view of the root's weight kept on it, read by the loop": Program(
         Block(ops=("linear",), form="attribute", extra="weight_view"), Policy(wraps=(Wrap(("",), reshard=True),))
     ),
-    "a side output of a checkpointed block without parameters, over several forwards": Program(
-        Block(
-            ops=("scale", "add_bias_", Call("beta", checkpoint="plain"), "table"),
-            blocks=(
-                Block(
-                    "beta",
-                    ops=(Call("alpha"), "scale", "gain"),
-                    blocks=(Block("alpha", ops=(Side(of="x", place="list"), "detach_half")),),
-                ),
-            ),
-        ),
-        Policy(wraps=(Wrap(("beta.alpha",)), Wrap(("",))), late=1),
-        (Step((Micro(forwards=3, order="reversed", sides="first"),)),),
-    ),
     "a view of a weight out of a block without grad, recomputed": Program(
         Block(
             ops=("tanh", Call("alpha", checkpoint="plain")),
@@ -223,61 +161,13 @@ FOUND = {
         ),
         Policy(wraps=(Wrap(("alpha",)), Wrap(("alpha.alpha",)))),
     ),
-    "an in-place change in a block without grad, of a view that a block made": Program(
-        Block(
-            ops=("flat_view", Call("alpha", use="residual", no_grad=True), "tanh", "linear"),
-            blocks=(
-                Block(
-                    "alpha",
-                    ops=("mul_", "mlp", Call("alpha", use="both"), "linear"),
-                    blocks=(Block("alpha", ops=("hook", "add_"), hooks=("pre",)),),
-                ),
-            ),
-        ),
-        Policy(wraps=(Wrap(("alpha.alpha",), reshard=True), Wrap(("",))), hooks_first=False),
-        (Step(), Step((Micro(inputs=True),))),
-    ),
-    "a loss that a later hook keeps, alone, backward twice": Program(
-        Block(
-            ops=(Call("alpha"), "tanh", Call("beta")),
-            blocks=(
-                Block(
-                    "alpha",
-                    ops=("scale", Call("beta", checkpoint="plain"), "mlp"),
-                    blocks=(Block("beta", hooks=("capture",)),),
-                ),
-                Block("beta", same="alpha"),
-            ),
-        ),
-        Policy(wraps=(Wrap(("alpha.beta",)), Wrap(("",))), hooks_first=False),
-        (Step((Micro(sides="only", twice=True, inputs=True),)),),
-    ),
     "a side output in a closure": Program(Block(ops=(Side(place="closure"),))),
-    "a side output in a closure, alone, backward twice": Program(
-        Block(ops=("mlp", Side(of="weight", place="closure"))), steps=(Step((Micro(sides="only", twice=True),)),)
-    ),
-    "side outputs in closures after one another": Program(
-        Block(ops=("linear", Side(of="x", place="closure"), "mlp", "gain")),
-        steps=(Step((Micro(sides="only", twice=True, inputs=True), Micro())),),
-    ),
     "a side output in a closure, of a module with two names": Program(
         Block(
             ops=(Call("beta"), "bias"),
             blocks=(Block("alpha", ops=("transpose", Side(place="closure"))), Block("beta", same="alpha")),
         ),
         steps=(Step((Micro(sides="first", inputs=True, between=(Act("no_grad"),)),)), Step()),
-    ),
-    "side outputs in closures over several forwards": Program(
-        Block(
-            ops=("table", Call("alpha", use="both")),
-            blocks=(Block("alpha", ops=(Side(of="x", place="closure"), "detach_half")),),
-        ),
-        steps=(
-            Step(
-                (Micro(order="each", sides="first", inputs=True), Micro(forwards=2, order="each", sides="only")),
-                update=False,
-            ),
-        ),
     ),
     "a parameter that comes out of a block without grad": Program(
         Block(
@@ -290,14 +180,6 @@ FOUND = {
         Block(ops=("tanh", "linear", Call("alpha"), "scale"), blocks=(Block("alpha", ops=(Side(place="dict"),)),)),
         Policy(world=3, wraps=(Wrap(("alpha",), reshard=False), Wrap(("",), reshard=False)), depth=0),
         (Step(), Step((Micro(order="reversed", sides="last", inputs=True),), update=False)),
-    ),
-    "the same over elementwise parameters": Program(
-        Block(
-            ops=("table", "double", "square", "scale", Call("beta"), "tanh", "linear"),
-            blocks=(Block("beta", ops=(Side(place="list"), "spare")),),
-        ),
-        Policy(wraps=(Wrap(("beta",)), Wrap(("",), reshard=False))),
-        (Step((Micro(forwards=2, sides="first", inputs=True),)),),
     ),
     "a group of modules of which one never runs, in a reentrant checkpoint, backward twice": Program(
         Block(
