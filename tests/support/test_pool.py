@@ -72,6 +72,7 @@ def test_results_come_in_rank_order(world_size: int) -> None:
     assert len({pid for _, _, pid, *_ in results} | {os.getpid()}) == world_size + 1
 
 
+@pytest.mark.slow
 def test_stopped_ranks_end_with_the_process_that_started_them() -> None:
     """It is killed, so it cannot tell them."""
     script = (

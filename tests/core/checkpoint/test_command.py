@@ -228,24 +228,6 @@ def test_the_newest_of_a_run_is_meant(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "; --fallback" not in text
 
 
-def test_older_ones_than_the_one_that_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    run = tmp_path / "run"
-    for step in (1, 2, 3):
-        save_user(run, step, step)
-    flip(run / "step-000002" / "__0_0.distcp")
-    status, text = said(capsys, "verify", run / "step-000002")
-    assert status == 2 and "step-000002/__0_0.distcp is damaged" in text
-    status, text = said(capsys, "verify", run / "step-000002", "--fallback")
-    assert status == 0 and f"{run / 'step-000001'}: 2 files verified" in text
-    expected = (1, "user.value: 3 and 1\n1 difference; 1 equal\n")
-    assert said(capsys, "diff", run / "step-000003", run / "step-000001") == expected
-    assert said(capsys, "diff", run, run / "step-000001") == expected
-    monkeypatch.chdir(run)
-    assert said(capsys, "verify", "step-000002", "--fallback")[0] == 0
-
-
 def test_a_checkpoint_of_stock_has_no_checksums(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """So `verify` cannot compare it with anything."""
     dcp.save({"model": {"a": torch.ones(3)}, "step": 3}, checkpoint_id=tmp_path / "stock", no_dist=True)
@@ -439,14 +421,6 @@ def test_a_checkpoint_that_is_resharded_keeps_what_is_no_tensor(tmp_path: Path):
     restored = manager.restore(state, source=tmp_path / "x")
     assert restored is not None and (restored.step, restored.info, restored.world_size) == (7, {"loss": 0.5}, 1)
     assert repr(state.user["user"].state) == expected
-
-
-def test_tensors_in_tuples_are_exported(tmp_path: Path):
-    """A checkpoint holds the tuple as one value."""
-    value = (torch.ones(2), {"x": (torch.zeros(3), 1)})
-    run = save_user(tmp_path / "run", 1, value)
-    assert main(["export", str(run), str(tmp_path / "x.pt"), "--to", "torch", "--all"]) == 0
-    assert differences(torch.load(tmp_path / "x.pt")["user"]["value"], value) == []
 
 
 def test_options_that_conversions_share(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -54,7 +54,8 @@ class Model(nn.Module):
         self.tied.weight = self.linear.weight
         self.bn = nn.BatchNorm1d(5)
         self.bn.running_mean.copy_(torch.randn(5))
-        self.extra = Extra(extra)
+        if extra is not None:
+            self.extra = Extra(extra)
 
 
 def placements_of(name, mesh, kind):
@@ -120,7 +121,7 @@ LAYOUTS = [(1, "flat"), (3, "flat"), (4, "hsdp"), (4, "both")]
 @on_ranks()
 def test_load_dict_on_rank_0(rank, world_size, kind, meta, assign):
     source = Model(seed=1, extra="loaded").state_dict()
-    model = shard_by_hand(Model(seed=2), kind, meta)
+    model = shard_by_hand(Model(seed=2, extra="old"), kind, meta)
     given = source if rank == 0 else (None, "anything", {"x": 1}, Path("/nowhere"))[rank]
     result = load_full_state_dict(model, given, assign=assign)
     assert result == ([], [])
@@ -164,27 +165,10 @@ def test_load_file(directory, world_size, kind, suffix, everyone):
     state = Model(seed=1).state_dict()
     if suffix == "pt":
         torch.save(state, path)
-    else:
-        pytest.importorskip("safetensors.torch").save_file(
-            {name: tensor for name, tensor in state.items() if "extra_state" not in name and name != "tied.weight"},
-            path,
-        )
-        # Extra state has no place in the format, and a tie needs one name only.
-    run_ranks(
-        world_size,
-        check_load_file if suffix == "pt" else check_load_safetensors,
-        kind,
-        path,
-        range(world_size) if everyone else (0,),
-    )
-
-
-def check_load_safetensors(rank, world_size, kind, path, on_ranks):
-    Extra.get_extra_state, kept = nn.Module.get_extra_state, Extra.get_extra_state
-    try:
-        check_load_file(rank, world_size, kind, path, on_ranks)
-    finally:
-        Extra.get_extra_state = kept
+    else:  # a tie needs one name only
+        tensors = {name: tensor for name, tensor in state.items() if name != "tied.weight"}
+        pytest.importorskip("safetensors.torch").save_file(tensors, path)
+    run_ranks(world_size, check_load_file, kind, path, range(world_size) if everyone else (0,))
 
 
 def check_files_that_differ(rank, world_size, paths):
@@ -462,35 +446,31 @@ def test_without_process_group(directory):
 
 def check_directory(rank, world_size, kind, directory, file_bytes):
     safe_open = pytest.importorskip("safetensors").safe_open
-    Extra.get_extra_state, kept = nn.Module.get_extra_state, Extra.get_extra_state
-    try:
-        save_full_state_dict(shard_by_hand(Model(seed=1), kind), directory, file_bytes=file_bytes)
-        files = sorted(directory.glob("*.safetensors"))
-        found = {}
-        for path in files:
-            with safe_open(path, framework="pt") as opened:
-                assert opened.metadata() == {"format": "pt"}
-                found |= {(path.name, name): opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-        expected = {name: one for name, one in Model(seed=1).state_dict().items() if name != "tied.weight"}
-        assert {name for _, name in found} == set(expected)
-        for (_, name), tensor in found.items():
-            assert tensor.dtype == expected[name].dtype
-            assert torch.equal(tensor, expected[name]), name
-        index = directory / "model.safetensors.index.json"
-        assert {one.name for one in directory.iterdir()} == {one.name for one in files} | (
-            {index.name} if len(files) > 1 else set()
-        )
-        if len(files) > 1:
-            content = json.loads(index.read_text())
-            assert content["weight_map"] == {name: file for file, name in found}
-            assert content["metadata"] == {"total_size": sum(one.nbytes for one in expected.values())}
-            check_load_file(rank, world_size, kind, index, range(world_size))
-        check_load_file(rank, world_size, kind, directory, range(world_size))
-        check_load_file(rank, world_size, kind, directory, (0,) if world_size > 1 else range(1))
-        with pytest.raises(FileExistsError, match=r"holds model.*; give a directory without safetensors files"):
-            save_full_state_dict(shard_by_hand(Model(seed=1), kind), directory)
-    finally:
-        Extra.get_extra_state = kept
+    save_full_state_dict(shard_by_hand(Model(seed=1), kind), directory, file_bytes=file_bytes)
+    files = sorted(directory.glob("*.safetensors"))
+    found = {}
+    for path in files:
+        with safe_open(path, framework="pt") as opened:
+            assert opened.metadata() == {"format": "pt"}
+            found |= {(path.name, name): opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    expected = {name: one for name, one in Model(seed=1).state_dict().items() if name != "tied.weight"}
+    assert {name for _, name in found} == set(expected)
+    for (_, name), tensor in found.items():
+        assert tensor.dtype == expected[name].dtype
+        assert torch.equal(tensor, expected[name]), name
+    index = directory / "model.safetensors.index.json"
+    assert {one.name for one in directory.iterdir()} == {one.name for one in files} | (
+        {index.name} if len(files) > 1 else set()
+    )
+    if len(files) > 1:
+        content = json.loads(index.read_text())
+        assert content["weight_map"] == {name: file for file, name in found}
+        assert content["metadata"] == {"total_size": sum(one.nbytes for one in expected.values())}
+        check_load_file(rank, world_size, kind, index, range(world_size))
+    check_load_file(rank, world_size, kind, directory, range(world_size))
+    check_load_file(rank, world_size, kind, directory, (0,) if world_size > 1 else range(1))
+    with pytest.raises(FileExistsError, match=r"holds model.*; give a directory without safetensors files"):
+        save_full_state_dict(shard_by_hand(Model(seed=1), kind), directory)
     return len(files)
 
 
@@ -504,7 +484,7 @@ def test_directories(tmp_path, world_size, kind, file_bytes):
 
 def check_directory_refused(rank, world_size, directory):
     with pytest.raises(ValueError, match=r"'extra\._extra_state' is not a tensor.*; write full_state_dict\(module\)"):
-        save_full_state_dict(shard_by_hand(Model(seed=1), "flat"), directory)
+        save_full_state_dict(shard_by_hand(Model(seed=1, extra="x"), "flat"), directory)
     layer = fully_shard(nn.Linear(4, 4, dtype=torch.complex128))
     with pytest.raises(RuntimeError, match=r"'weight' has dtype torch\.complex128.*; write a file of torch\.save"):
         save_full_state_dict(layer, directory)

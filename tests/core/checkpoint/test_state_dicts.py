@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp as stock
 from torch import Tensor, nn
@@ -303,25 +302,6 @@ def test_checkpoint_across_world_sizes_and_engines(
     saved = run_ranks(saved_at[0], save, saved_by, saved_at[1], model, tmp_path, timeout=120.0)[0]
     loaded = run_ranks(loaded_at[0], load, loaded_by, loaded_at[1], model, tmp_path, timeout=120.0)[0]
     assert_same(_trace(saved), _trace(loaded))
-
-
-def asynchronous(rank: int, world_size: int, path: Path) -> None:
-    """An asynchronous save keeps the values that the model had when it began."""
-    module = _build(shardkit, "mlp", _mesh(world_size, "fsdp"))
-    optimizer = _optimizer(module)
-    before = _copied(module.state_dict())
-    group = dist.new_group(backend="gloo")
-    future = dcp.async_save({"model": get_model_state_dict(module)}, checkpoint_id=path, process_group=group)
-    _train(module, "mlp", optimizer, range(2))
-    future.result()
-    state = {"model": get_model_state_dict(module)}
-    dcp.load(state, checkpoint_id=path)
-    set_model_state_dict(module, state["model"])
-    assert_same(_trace(before), _trace(dict(module.state_dict())))
-
-
-def test_asynchronous_save(tmp_path: Path) -> None:
-    run_ranks(2, asynchronous, tmp_path)
 
 
 @on_ranks(2)

@@ -414,15 +414,3 @@ def test_settings_that_keep_parameters(rank: int, world_size: int) -> None:
     with Meter() as meter:
         told_early(torch.randn(2, WIDTH))
         assert (meter.block_bytes, meter.root_bytes) == (BLOCK_BYTES, 0)
-
-
-@on_ranks(4)
-def test_a_setting_takes_the_place_of_neighbours(rank: int, world_size: int) -> None:
-    model = _chain(reshard_after_forward=2)
-    model.set_reshard_after_forward(True)
-    with Meter() as meter:
-        loss = model(torch.randn(2, WIDTH)).square().sum()
-        assert (meter.block_bytes, meter.root_bytes) == (BLOCK_BYTES, 0)
-        groups = [group for module in (model, *model.blocks) for group in state_of(module).groups]
-        assert not any(param.kept for group in groups for param in group.params)
-        loss.backward()

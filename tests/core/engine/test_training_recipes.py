@@ -307,43 +307,6 @@ def trained_key_cache(session: Session) -> None:
 # -- parameters that are frozen, hooked or computed --------------------------------------------------------------------
 
 
-class Adapted(nn.Module):
-    """A linear layer with an adapter of low rank that can be switched off."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base, self.on = nn.Linear(WIDTH, WIDTH).requires_grad_(False), True
-        self.down, self.up = (nn.Parameter(torch.randn(shape) / 6) for shape in ((WIDTH, 4), (4, WIDTH)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = torch.tanh(self.base(x))
-        return y + x @ self.down @ self.up if self.on else y
-
-
-def _adapted() -> Net:
-    model = net_of([Adapted() for _ in range(3)])
-    model.inp.requires_grad_(False)
-    model.out.requires_grad_(False)
-    return model
-
-
-@recipe
-def adapters_and_their_base_as_reference(session: Session) -> None:
-    model = session.shard(net := _adapted(), *net.blocks)
-    optimizer = sgd(model)
-    for _ in range(3):
-        x = session.batch()
-        y = model(x)
-        for block in model.blocks:
-            block.on = False
-        with torch.no_grad():
-            reference = model(x)
-        for block in model.blocks:
-            block.on = True
-        (-F.logsigmoid((y - reference).sum(1) - 1).mean()).backward()
-        session.step(optimizer, model)
-
-
 @recipe
 def unfrozen_into_a_new_optimizer_group(session: Session) -> None:
     model = Net(3)
@@ -485,36 +448,6 @@ def slow_teacher(session: Session) -> None:
             keys = teacher(session.batch())
         F.cross_entropy(student(session.batch()) @ keys.t(), torch.arange(8)).backward()
         session.step(optimizer, student, teacher)
-
-
-@recipe
-def policy_and_its_past(session: Session) -> None:
-    """Generates without grad, asks the old policy and a reference, then makes several steps."""
-
-    class Policy(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed, self.body, self.head = nn.Embedding(20, WIDTH), MLP(), nn.Linear(WIDTH, 20, bias=False)
-
-        def forward(self, tokens: Tensor) -> Tensor:
-            return self.head(self.body(self.embed(tokens).cumsum(1) / 3)).log_softmax(-1)
-
-    policy, reference = Policy(), Policy().requires_grad_(False)
-    for model in (policy, reference):
-        session.shard(model, model.body)
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-2, eps=1e-3)
-    for _ in range(2):
-        tokens = session.labels(20, 4, 2)
-        with torch.no_grad():
-            for _ in range(3):
-                tokens = torch.cat([tokens, policy.eval()(tokens)[:, -1].argmax(-1, keepdim=True)], 1)
-            old, other = (model(tokens).gather(-1, tokens[..., None]) for model in (policy, reference))
-        for rows in (slice(0, 2), slice(2, 4)):
-            new = policy.train()(tokens[rows]).gather(-1, tokens[rows][..., None])
-            gain = torch.sin(tokens[rows][..., None].to(new.dtype))
-            (-((new - old[rows]).exp() * gain).mean() + 0.1 * (new - other[rows]).mean()).backward()
-            session.note("norm", torch.nn.utils.clip_grad_norm_(policy.parameters(), 0.5))
-            session.step(optimizer, policy)
 
 
 # -- the test ----------------------------------------------------------------------------------------------------------
