@@ -1,4 +1,4 @@
-"""What senders and receivers have in common: they ask sender 0, and serve those that want buckets."""
+"""Senders and receivers alike: a process that asks sender 0, and serves those that want buckets."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Peer(ABC):
     """
 
     _hello: Message
-    """What it tells sender 0 of itself."""
+    """The first message to sender 0."""
 
     def __init__(self, address: str, timeout: float) -> None:
         self._address, self._timeout = address, timeout

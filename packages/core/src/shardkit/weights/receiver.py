@@ -203,7 +203,7 @@ class WeightReceiver(Peer):
             self._waiting = False
 
     async def _next(self, deadline: float, within: float) -> Message:
-        """What sender 0 tells when the next version begins."""
+        """The message of sender 0 with which the next version begins."""
         while True:
             awaited = "sender 0 to listen"
             try:
