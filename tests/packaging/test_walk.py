@@ -19,15 +19,15 @@ from tests.support import run_ranks
 
 ROOT = Path(shardkit.core.__file__).parent
 LIMITS = {  # functions, files
-    "fully_shard": (76, 23),
-    "first forward": (147, 25),
-    "forward": (93, 16),
-    "backward": (105, 18),
+    "fully_shard": (74, 23),
+    "first forward": (143, 25),
+    "forward": (92, 16),
+    "backward": (102, 17),
     "step": (5, 3),
-    "all": (284, 37),
+    "all": (274, 37),
 }
 if torch.__version__ >= "2.15":
-    LIMITS["backward"] = (106, 18)  # gradients stay wider than the compute dtype: `_common_dtype`
+    LIMITS["backward"] = (103, 17)  # gradients stay wider than the compute dtype: `_common_dtype`
 
 
 class Block(nn.Module):

@@ -23,8 +23,8 @@ from shardkit.core.events import (
     StorageFreed,
     WaitFailed,
     WaitFinished,
-    Waiting,
     WaitStarted,
+    waiting,
 )
 from tests.support import on_ranks
 from tests.support.models import Composed
@@ -151,7 +151,7 @@ def test_a_wait_that_fails_is_told_and_raises() -> None:
     heard: list[Event] = []
 
     def fail() -> None:
-        with events.subscribe(heard.append), Waiting("blocks.0", "all-gather"):
+        with events.subscribe(heard.append), waiting("blocks.0", "all-gather"):
             raise ConnectionError("gone")
 
     with pytest.raises(ConnectionError, match="gone"):

@@ -10,9 +10,10 @@ Listeners run on the emitting thread, in the order of subscription. Their except
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Literal, TypeAlias
@@ -293,29 +294,22 @@ def emit(event: Event) -> None:
         listener(event)
 
 
-class Waiting:
-    """Surrounds a place where this thread may wait for other ranks; emits the events of a wait."""
+@contextlib.contextmanager
+def waiting(fqn: str, operation: str) -> Iterator[Callable[[], None]]:
+    """Surrounds a place where this thread may wait for other ranks; emits the events of a wait.
 
-    def __init__(self, fqn: str, operation: str) -> None:
-        self._what = (fqn, operation)
-        self._began = 0.0
-        self._arrived = 0.0
-
-    def __enter__(self) -> Waiting:
+    Yields a function to call when the awaited data is there, if the rest of the block is local work.
+    """
+    if hub.active:
+        emit(WaitStarted(fqn, operation))
+    began = time.perf_counter()
+    arrivals: list[float] = []
+    try:
+        yield lambda: arrivals.append(time.perf_counter())
+    except BaseException as error:
         if hub.active:
-            emit(WaitStarted(*self._what))
-        self._began = time.perf_counter()
-        return self
-
-    def arrived(self) -> None:
-        """The awaited data is there; the rest of the block is local work."""
-        self._arrived = time.perf_counter()
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        if not hub.active:
-            return
+            emit(WaitFailed(fqn, operation, time.perf_counter() - began, str(error)))
+        raise
+    if hub.active:
         now = time.perf_counter()
-        if error is not None:
-            emit(WaitFailed(*self._what, now - self._began, str(error)))
-        else:
-            emit(WaitFinished(*self._what, now - self._began, (self._arrived or now) - self._began))
+        emit(WaitFinished(fqn, operation, now - began, (arrivals or [now])[0] - began))

@@ -39,9 +39,9 @@ def start_observers() -> None:
     Raises:
         Any exception of an observer, for example for a setting that it cannot read. The next call tries it again.
     """
-    wanted = {name for name in _EXPECTED if _asked_for(name)}
-    if not wanted and not any(name.startswith(_PREFIX) for name in os.environ):
+    if not any(name.startswith(_PREFIX) for name in os.environ):
         return
+    wanted = {name for name in _EXPECTED if _asked_for(name)}
     start_logs()
     for entry in entry_points(group=_GROUP):
         if _asked_for(entry.name):

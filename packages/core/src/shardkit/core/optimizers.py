@@ -134,7 +134,8 @@ def _find_groups(
             )
         groups[FSDPParamGroup.of(param)] = None
     _refuse_local_numbers(optimizer, groups)
-    _refuse_added(optimizer, {id(parameter) for parameter in held if sharded_counterpart(parameter) is None})
+    if others := {id(parameter) for parameter in held if sharded_counterpart(parameter) is None}:
+        _refuse_added(optimizer, others)
     return [weakref.ref(group) for group in groups]
 
 
@@ -150,7 +151,7 @@ def _refuse_local_numbers(optimizer: torch.optim.Optimizer, groups: Iterable[FSD
 
 def _refuse_added(optimizer: torch.optim.Optimizer, held: set[int]) -> None:
     """A parameter added to a sharded model later would differ between ranks after the first step."""
-    roots = [root for root in live_roots if any(group.mesh.size > 1 for group in root.schedule.groups)] if held else []
+    roots = [root for root in live_roots if any(group.mesh.size > 1 for group in root.schedule.groups)]
     for root in roots:
         for module in (one for reference in root.modules if (one := reference()) is not None):
             for fqn, parameter in added_parameters(module):

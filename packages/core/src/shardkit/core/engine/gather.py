@@ -82,7 +82,7 @@ def _prepare(group: Gathered) -> tuple[Transports, GatherPlans]:
     chosen = group.transports
     if chosen is None or chosen[0] is not group.settings.communication:
         communication = group.settings.communication
-        with events.Waiting(group.label, "set-up"):
+        with events.waiting(group.label, "set-up"):
             transports = communication.transports(group.mesh.shard_group, group.device, group.label)
         chosen = group.transports = communication, transports
         names = [None if one is None else one.name for one in (transports.gather, transports.reduce)]

@@ -76,7 +76,7 @@ class OrderCheck:
         running.update(entry.encode())
         history.append(entry)
         try:
-            with events.Waiting(label, "order check"):
+            with events.waiting(label, "order check"):
                 agreed = agree(running.digest(), group, device)
         except RuntimeError as error:
             raise RuntimeError(

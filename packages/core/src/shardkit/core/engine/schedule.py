@@ -115,14 +115,14 @@ class Backward:
     Attributes:
         number: autograd's.
         builds_graph: whether it builds a graph (`create_graph=True`).
-        timetable: the states that it is expected to visit.
+        due: number of passes, in the order of forward, whose gathers it has not started.
         set_aside: passes that another backward will visit.
         leaving: states that it has left, whose predecessors have yet to begin.
     """
 
     number: int
     builds_graph: bool
-    timetable: Timetable
+    due: int
     set_aside: list[Pass]
     leaving: int = 0
 
@@ -292,9 +292,8 @@ class Schedule(Generic[_S]):
             aside |= self._before_inner_backward(self.forward, of)
         set_aside = [one for one in self.passes if id(one) in aside]
         self.passes = [one for one in self.passes if id(one) not in aside]
-        timetable = Timetable([one.state for one in reversed(self.passes)])
         builds_graph = torch.is_grad_enabled() and not transforms_active()
-        self.backward = Backward(current_backward(), builds_graph, timetable, set_aside)
+        self.backward = Backward(current_backward(), builds_graph, len(self.passes), set_aside)
         self.unfinalized = self.manual_finalization
 
     def _before_inner_backward(self, forward: Forward, of: Pass | None) -> set[int]:
@@ -322,8 +321,6 @@ class Schedule(Generic[_S]):
         if last < 0:
             return False
         self.forget_passes(last)
-        timetable = self.backward.timetable
-        timetable.move_to(len(timetable.states) - 1 - last)  # nowhere if it has been added since
         return True
 
     def will_be_left(self, one: Pass) -> bool:
@@ -337,7 +334,7 @@ class Schedule(Generic[_S]):
 
     def end_backward(self) -> Backward:
         """A backward has ended, which is returned: what it did not visit waits for another one."""
-        ended = self.backward or Backward(-1, False, Timetable(), [])
+        ended = self.backward or Backward(-1, False, 0, [])
         self.backward = None
         if ended.set_aside:  # in the order of forward again, which the next backward reverses
             self.passes = sorted((*ended.set_aside, *self.passes), key=operator.attrgetter("forward", "ended"))

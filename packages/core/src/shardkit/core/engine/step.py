@@ -43,7 +43,6 @@ from shardkit.core.engine.group import FSDPParamGroup, Phase, Residence
 from shardkit.core.engine.handed import HandedContainers
 from shardkit.core.engine.root import initialise_root
 from shardkit.core.engine.schedule import Finalization, Forward, Pass, Schedule
-from shardkit.core.engine.timetable import Timetable
 from shardkit.core.engine.transforms import watch_each, watch_together
 from shardkit.core.optimizer_steps.plain_steps import lent, restore_interrupted_steps
 from shardkit.core.parameters.managed import STATE
@@ -271,7 +270,9 @@ class FSDPState:
         if self.forward_prefetch:
             _gather_listed(schedule, _alive(self.forward_prefetch), in_backward=False)
         elif expected and (schedule.timetable.is_steady or not schedule.context.gathers.has_streams):
-            _gather_ahead(schedule, schedule.timetable, in_backward=False)
+            for index in schedule.timetable.due(schedule.room.states_ahead):
+                if not _gather_ahead(schedule, index, in_backward=False):
+                    break
 
     def _watch_inputs(self, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         if transforms_active() and self.groups:
@@ -541,7 +542,12 @@ class FSDPState:
                     for group in state.groups:
                         group.wait_for_unshard()  # no hook reports when backward gets there
         else:
-            _gather_ahead(schedule, schedule.backward.timetable, in_backward=True)
+            backward = schedule.backward
+            backward.due = min(backward.due, len(passes))
+            while backward.due and len(passes) - backward.due < schedule.room.states_ahead:
+                if not _gather_ahead(schedule, passes[backward.due - 1].state, in_backward=True):
+                    break
+                backward.due -= 1
         if passes and (passes[-1].began >= entered.began or not schedule.will_be_left(entered)):
             self._leave_backward()
 
@@ -735,15 +741,15 @@ def reset(schedule: Schedule[FSDPState]) -> None:
 # -- gathers ahead of use ----------------------------------------------------------------------------------------------
 
 
-def _gather_ahead(schedule: Schedule[FSDPState], timetable: Timetable, *, in_backward: bool) -> None:
-    """Starts the gathers that are due, as far as there is room."""
-    for index in timetable.due(schedule.room.states_ahead):
-        state = schedule.states[index]()
-        for group in () if state is None else state.groups:
-            if in_backward and not group.settings.unshard_in_backward:
-                continue
-            if not schedule.room.gather_ahead(group, in_backward=in_backward):
-                return
+def _gather_ahead(schedule: Schedule[FSDPState], index: int, *, in_backward: bool) -> bool:
+    """Starts the gathers of a state that will begin soon. False if there is no room."""
+    state = schedule.states[index]()
+    for group in () if state is None else state.groups:
+        if in_backward and not group.settings.unshard_in_backward:
+            continue
+        if not schedule.room.gather_ahead(group, in_backward=in_backward):
+            return False
+    return True
 
 
 def _gather_listed(schedule: Schedule[FSDPState], listed: Iterable[FSDPState], *, in_backward: bool) -> None:

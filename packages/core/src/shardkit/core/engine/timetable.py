@@ -1,10 +1,10 @@
-"""The order in which a phase uses the states of a root, and how far along it groups are gathered ahead.
+"""The order in which forward uses the states of a root, and how far along it groups are gathered ahead.
 
 Note [Prefetching]
 Forward records the order in which states run, and the next one follows it: a state that begins has the gathers of the
-next states started, so that they run while it computes. Backward follows this iteration's forward from its end. How far
-ahead is a depth, a number of states, or as far as a budget of bytes has room; `room.py` decides whether there is room
-for one more. A user's explicit lists take the place of the order.
+next states started, so that they run while it computes. Backward follows the passes of this iteration's forward from
+the last one on. How far ahead is a depth, a number of states, or as far as a budget of bytes has room; `room.py`
+decides whether there is room for one more. A user's explicit lists take the place of the order.
 
 A state that the order does not expect is gathered when it begins, and nothing is gathered ahead for it; the order that
 this forward takes is the next one's. On streams gathers overlap with computation anyway, because the host runs ahead,
@@ -30,9 +30,9 @@ class Prefetch:
 
 
 class Timetable:
-    """The states that a phase is expected to use, by index, soonest first; followed by a cursor.
+    """The states that a forward is expected to use, by index, soonest first; followed by a cursor.
 
-    It is steady if the last two phases used them in this order.
+    It is steady if the last two forwards used them in this order.
     """
 
     def __init__(self, states: Sequence[int] = (), *, is_steady: bool = False) -> None:
@@ -43,16 +43,12 @@ class Timetable:
 
     def follow(self, state: int) -> bool:
         """A state begins: moves to its next place. False if there is none."""
-        try:  # found at once if the phase goes as expected
-            self.move_to(self.states.index(state, self._next))
+        try:  # found at once if the forward goes as expected
+            self._next = self.states.index(state, self._next) + 1
         except ValueError:
             return False
-        return True
-
-    def move_to(self, place: int) -> None:
-        """The state at this place begins, unless the phase has been there."""
-        self._next = max(self._next, place + 1)
         self._due = max(self._due, self._next)
+        return True
 
     def due(self, ahead: int) -> Iterator[int]:
         """The states, among the `ahead` next ones, whose gathers have not started.

@@ -58,6 +58,9 @@ def plain_parameters(optimizer: torch.optim.Optimizer, *, all_shards: bool) -> l
         RuntimeError: if the optimizer would be wrong on plain tensors; the message has an FQN and a remedy.
     """
     params = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    placed = any(isinstance(parameter, PlacedTensor) for parameter in params)
+    if not placed and not all_shards and not (steps_by_element(optimizer) and _lists_several_meshes(optimizer)):
+        return []
     on_any_part = steps_by_element(optimizer) or steps_by_block(optimizer)
     plain = [one for one in params if _is_on(one, Owned) or (on_any_part and _is_on(one, Blocks))]
     if all_shards or (steps_by_element(optimizer) and (plain or _lists_several_meshes(optimizer))):

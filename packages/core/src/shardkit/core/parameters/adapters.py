@@ -53,7 +53,6 @@ __all__ = [
     "ParameterForm",
     "SubclassGather",
     "form_of",
-    "new_parameter",
     "user_attributes",
 ]
 
@@ -288,13 +287,6 @@ def user_attributes(parameter: torch.Tensor) -> dict[str, Any]:
         with torch.inference_mode(False):  # in it detach() fails for tensors that were made outside
             by_class.update(parameter.detach().__dict__)
     return {name: value for name, value in attributes.items() if name not in by_class}
-
-
-def new_parameter(tensor: torch.Tensor, cls: type[torch.Tensor], requires_grad: bool) -> nn.Parameter:
-    """A parameter of class `cls` over the memory of `tensor`, without a call of the constructor of `cls`."""
-    if issubclass(cls, nn.Parameter):
-        return nn.Parameter.__new__(cls, tensor, requires_grad)
-    return nn.Parameter(tensor.as_subclass(cls), requires_grad)
 
 
 @dataclass

@@ -36,7 +36,6 @@ from shardkit.core.mesh import DataParallelMesh
 from shardkit.core.parameters.adapters import (
     ParameterForm,
     SubclassGather,
-    new_parameter,
     user_attributes,
 )
 from shardkit.core.parameters.gradient_dtype import GradientDtype
@@ -424,7 +423,11 @@ class FSDPParam:
                 tensor = self._local if self.aliased else dense_view(self.flats[0], self.shape)
                 tensor = tensor if tensor.shape == self.shape else tensor.view(self.shape)
             cls = self._unsharded_class if self.subclass is None else nn.Parameter
-            unsharded = new_parameter(self.form.unsharded(tensor), cls, self.sharded_param.requires_grad)
+            tensor, requires_grad = self.form.unsharded(tensor), self.sharded_param.requires_grad
+            if issubclass(cls, nn.Parameter):  # without its constructor, which may take other arguments
+                unsharded = nn.Parameter.__new__(cls, tensor, requires_grad)
+            else:
+                unsharded = nn.Parameter(tensor.as_subclass(cls), requires_grad)
         unsharded.__dict__.update(user_attributes(self.sharded_param))
         self.gradient_dtype.prepare(unsharded, sums_elsewhere=self.form.sums_elsewhere)
         _became[unsharded] = weakref.ref(self)

@@ -236,13 +236,13 @@ class CpuTicket:
         try:
             self._resume(f"launching {name}")
         except RuntimeError:
-            with events.Waiting(label, name):  # for listeners: a peer has ended before it was waited for
+            with events.waiting(label, name):  # for listeners: a peer has ended before it was waited for
                 raise
 
     def wait_for_stage(self) -> None:
         if self.done:
             return
-        with events.Waiting(self._label, self._name) if events.hub.active else _UNHEARD as waiting:
+        with events.waiting(self._label, self._name) if events.hub.active else _UNHEARD as arrived:
             try:
                 for work in self._pending:
                     if work is not None:
@@ -253,8 +253,8 @@ class CpuTicket:
                 self.abandon()
                 raise _failure(self._label, doing, error) from error
             self._pending = ()
-            if waiting is not None:
-                waiting.arrived()
+            if arrived is not None:
+                arrived()
             self._resume(f"{self._name} (local work after its transfers)")
 
     def wait(self) -> None:

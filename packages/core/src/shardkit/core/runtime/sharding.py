@@ -83,7 +83,7 @@ class ChunkLayout:
             )
         size, numel = self.shape[self.dim], math.prod(self.shape)
         chunk = size if self.owner is not None else -(-size // (self.world_size * self.unit)) * self.unit
-        shape = self._with_length(chunk)
+        shape = (*self.shape[: self.dim], chunk, *self.shape[self.dim + 1 :])
         padded = self.world_size * math.prod(shape)
         if self.dim == 0 and self.unit == 1 and self.owner is None:
             flat = padded
@@ -134,14 +134,11 @@ class ChunkLayout:
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
         """Shape of `rank`'s chunk, without padding."""
-        return self._with_length(self.length(rank))
+        return (*self.shape[: self.dim], self.length(rank), *self.shape[self.dim + 1 :])
 
     def local_numel(self, rank: int) -> int:
         """Elements of `rank`'s chunk, without padding."""
         return math.prod(self.local_shape(rank))
-
-    def _with_length(self, length: int) -> tuple[int, ...]:
-        return (*self.shape[: self.dim], length, *self.shape[self.dim + 1 :])
 
 
 def dense_strides(shape: Sequence[int]) -> tuple[int, ...]:

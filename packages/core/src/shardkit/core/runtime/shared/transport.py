@@ -136,7 +136,7 @@ class Posting:
             if not events.hub.active or self._neighbours.is_released(self.operation):
                 self._neighbours.wait_released(self.operation)
             else:
-                with events.Waiting(self._label, "release"):
+                with events.waiting(self._label, "release"):
                     self._neighbours.wait_released(self.operation)
         except (ConnectionError, TimeoutError) as error:
             raise RuntimeError(f"{self._label}: waiting until peers have read the shards failed: {error}") from error
