@@ -186,35 +186,32 @@ def pack(
         numel = (layout.local_numel(rank) if ragged else layout.padded_local_numel) * widths[item]
         return -(-numel // _ALIGNMENT) * _ALIGNMENT if aligned else numel
 
-    blocks: list[Block] = []
+    world = layouts[filled[0]].world_size
     gaps: list[Gap] = []
-
-    def lay(item: int, first: int, count: int, row: int, at: int) -> None:
+    places: list[tuple[int, int, int, int]] = []  # item, first rank, ranks, where the first one's chunk lies
+    if not ragged:
+        *columns, row = itertools.accumulate((room(item, 0) for item in filled), initial=0)
+        for item, column in zip(filled, columns, strict=True):
+            places += [(item, run.first, run.ranks, column + run.first * row) for run in layouts[item].runs]
+    else:
+        runs = runs_together([layouts[item] for item in filled])
+        row = max(sum(room(item, first) for item in filled) for first, _ in runs)
+        for first, count in runs:
+            *columns, used = itertools.accumulate((room(item, first) for item in filled), initial=0)
+            places += [(item, first, count, first * row + at) for item, at in zip(filled, columns, strict=True)]
+            if row > used:
+                gaps.append(Gap((count, row - used), (row, 1), first * row + used))
+    blocks: list[Block] = []
+    for item, first, count, at in places:
         used = layouts[item].local_numel(first) * widths[item]
         unused = room(item, first) - used
         if used:
             blocks.append(_block(layouts[item], item, widths[item], first, count, row, at))
         if unused:
             gaps.append(Gap((count, unused), (row, 1), at + used))
-
-    world = layouts[filled[0]].world_size
-    if not ragged:
-        *columns, row = itertools.accumulate((room(item, 0) for item in filled), initial=0)
-        for item, column in zip(filled, columns, strict=True):
-            for run in layouts[item].runs:
-                lay(item, run.first, run.ranks, row, column + run.first * row)
-        dense = not aligned and all(layouts[item].has_equal_slots for item in filled)
-        sizes = tuple((item, room(item, 0)) for item in filled) if dense else ()
-        return Packing(items, tuple(blocks), tuple(gaps), world, row, sizes)
-    runs = runs_together([layouts[item] for item in filled])
-    row = max(sum(room(item, first) for item in filled) for first, _ in runs)
-    for first, count in runs:
-        *columns, used = itertools.accumulate((room(item, first) for item in filled), initial=0)
-        for item, column in zip(filled, columns, strict=True):
-            lay(item, first, count, row, first * row + column)
-        if row > used:
-            gaps.append(Gap((count, row - used), (row, 1), first * row + used))
-    return Packing(items, tuple(blocks), tuple(gaps), world, row, (), ragged=True)
+    dense = not ragged and not aligned and all(layouts[item].has_equal_slots for item in filled)
+    sizes = tuple((item, room(item, 0)) for item in filled) if dense else ()
+    return Packing(items, tuple(blocks), tuple(gaps), world, row, sizes, ragged)
 
 
 def _block(layout: ChunkLayout, item: int, width: int, first: int, count: int, row: int, at: int) -> Block:
