@@ -19,8 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import distribute_tensor
 
 from shardkit.core import UnshardHandle, events, fully_shard
-from shardkit.core.engine.settings import Communication
-from shardkit.core.runtime.choice import transport_for
+from shardkit.core.runtime.choice import Communication, transport_for
 from shardkit.core.runtime.collective import C10dTransport
 from shardkit.core.runtime.lanes import make_lane
 from shardkit.core.runtime.shared import segment

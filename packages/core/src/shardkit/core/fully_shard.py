@@ -153,10 +153,11 @@ def fully_shard(
     placed = _placed(managed, choose, data_parallel)
     settings = {mesh: _reshard_setting(reshard_after_forward, mesh) for mesh in (data_parallel, *placed)}
     forms: dict[str, ParameterForm] = {}
+    meshes: dict[str, DataParallelMesh] = {}
     shard_bytes: dict[str, int] = {}
     for mesh_of_group, parameters in placed.items():
         for one, placement in parameters:
-            on = mesh_of_group if placement is not None else mesh_of_group.fully_replicated
+            on = meshes[one.fqn] = mesh_of_group if placement is not None else mesh_of_group.fully_replicated
             form = forms[one.fqn] = form_of(one.parameter, one.fqn, on, placement, one.holders)
             shard_bytes[one.fqn] = -(-form.plain(one.parameter.detach()).nbytes // on.shard_size)
     offload = offload_of_each(offload_policy, shard_bytes)
@@ -167,11 +168,11 @@ def fully_shard(
             buffer.data = buffer.to(device)
     state = FSDPState(modules, managed.modules, device, policy, auto_reshard=reshard_after_forward is None)
     for mesh_of_group, parameters in placed.items():
-        replicated, (reshard, smaller) = mesh_of_group.fully_replicated, settings[mesh_of_group]
+        reshard, smaller = settings[mesh_of_group]
         main: list[FSDPParam] = []
         whole: list[FSDPParam] = []
         for one, placement in parameters:
-            on, form = mesh_of_group if placement is not None else replicated, forms[one.fqn]
+            on, form = meshes[one.fqn], forms[one.fqn]
             places = list(starmap(Slot.of, one.holders))
             param = FSDPParam(one.parameter, one.fqn, places, on, placement, form, device, policy, offload[one.fqn])
             move_gradient_hooks(one.parameter, param.sharded_param, partial(_fqn_of, weakref.ref(param), one.fqn))
@@ -179,10 +180,10 @@ def fully_shard(
         if main:
             state.add_group(FSDPParamGroup(main, mesh_of_group, device, policy, reshard, smaller, compression_policy))
         if whole:
-            state.add_group(FSDPParamGroup(whole, replicated, device, policy, reshard, None))
+            state.add_group(FSDPParamGroup(whole, whole[0].mesh, device, policy, reshard, None))
     for param, slots in managed.ties:
         _join_tie(state, param, slots)
-    _watch_state_dicts(state, managed.modules)
+    _watch_state_dicts(state, modules, managed.modules)
     for one_module in managed.modules:
         mark_managed(one_module)
     for one_module in modules:
@@ -292,10 +293,10 @@ def _join_tie(state: FSDPState, param: FSDPParam, slots: Sequence[Slot]) -> None
     state.add_group(group)
 
 
-def _watch_state_dicts(state: FSDPState, modules: Sequence[nn.Module]) -> None:
-    for module in modules:
-        if state_of(module) is state or any(parameter is not None for parameter in module._parameters.values()):
+def _watch_state_dicts(state: FSDPState, tops: Sequence[nn.Module], managed: Sequence[nn.Module]) -> None:
+    for module in managed:
+        if module in tops or any(parameter is not None for parameter in module._parameters.values()):
             module.register_state_dict_pre_hook(state.to_sharded)
             module.register_load_state_dict_pre_hook(state.before_load)
-        if state_of(module) is state:
+        if module in tops:
             module.register_load_state_dict_post_hook(state.after_load)

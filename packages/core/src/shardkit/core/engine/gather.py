@@ -13,13 +13,13 @@ from shardkit.core import events
 from shardkit.core.engine.order_check import agree
 from shardkit.core.engine.room import Group
 from shardkit.core.engine.schedule import Schedule
-from shardkit.core.engine.settings import Communication
 from shardkit.core.parameters.param import FSDPParam
-from shardkit.core.runtime.choice import Transports, may_share_memory, transport_for
+from shardkit.core.runtime.choice import Communication, Transports, may_share_memory, transport_for
 from shardkit.core.runtime.collective import gather_alone
 from shardkit.core.runtime.lanes import Ticket
 from shardkit.core.runtime.plan import GatherItem, GatherPlan, plan_gather
 from shardkit.core.runtime.sharding import ChunkLayout
+from shardkit.core.runtime.shared.meeting import possible
 from shardkit.core.runtime.shared.segment import shared_if_possible
 from shardkit.core.torch_compat import versions_of
 
@@ -70,7 +70,7 @@ class Gathered(Group, Protocol):
 def share_shards(group: Gathered, params: Sequence[FSDPParam]) -> None:
     """Moves the shards of `params` into shared memory, if peers on this host are to gather them from there."""
     over = group.mesh.shard_group
-    if over is None or not may_share_memory(over, group.device):
+    if over is None or not may_share_memory(over, group.device) or not possible():
         return
     shards = {param: shard for param in params if (shard := param.shard_to_share) is not None}
     for param, copy in zip(shards, shared_if_possible(list(shards.values()), group.label), strict=True):

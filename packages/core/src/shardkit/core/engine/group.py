@@ -19,8 +19,6 @@ import functools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import repeat
-from operator import attrgetter, is_not
 from typing import Any, Protocol, TypeVar, cast
 from weakref import WeakSet
 
@@ -31,7 +29,7 @@ from shardkit.core.engine import reduction
 from shardkit.core.engine.context import CommContext
 from shardkit.core.engine.gather import GatherPlans, gather_bytes, gather_kept, gather_sharded, share_shards
 from shardkit.core.engine.schedule import Schedule
-from shardkit.core.engine.settings import Communication, GroupSettings
+from shardkit.core.engine.settings import GroupSettings
 from shardkit.core.mesh import DataParallelMesh, PostForwardMesh
 from shardkit.core.parameters.gradient_hooks import check_gradients
 from shardkit.core.parameters.param import FSDPParam
@@ -43,7 +41,7 @@ from shardkit.core.parameters.registration import (
     take_over,
 )
 from shardkit.core.policies import CompressionPolicy, MixedPrecisionPolicy
-from shardkit.core.runtime.choice import Transports
+from shardkit.core.runtime.choice import Communication, Transports
 from shardkit.core.runtime.lanes import Ticket
 from shardkit.core.runtime.plan import ReducePlan
 from shardkit.core.stock_names import GROUP_NAMES, answers_stock_names
@@ -58,11 +56,6 @@ from shardkit.core.torch_compat import (
 __all__ = ["FSDPParamGroup", "GroupUser", "Phase", "Residence"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-
-# For C loops over a group's parameters in every step.
-_flats_of = attrgetter("flats")
-_may_defer = attrgetter("gradient_dtype.may_defer")
-_unsharded_of = attrgetter("unsharded_param")
 
 
 class GroupUser(Protocol):
@@ -416,7 +409,7 @@ class FSDPParamGroup:
             self.schedule.context.gathers.wait_event(event)
         self.ticket, self._readers = None, ()
         if not self.settings.keep_unsharded_storage:
-            for param in filter(_flats_of, self.params):
+            for param in self.params:
                 param.free()
         keeps = self.settings.post_forward_mesh is not None and any(param.kept for param in self.params)
         self._move_to(Residence.KEPT if keeps else Residence.SHARDED)
@@ -426,8 +419,9 @@ class FSDPParamGroup:
 
     def begin_backward(self) -> None:
         """Call when the parameters are gathered and a backward is about to read them."""
-        for param in filter(_may_defer, self.params):
-            param.defer_cast(will_reduce=self.settings.reduce_grads)
+        for param in self.params:
+            if param.gradient_dtype.may_defer:
+                param.defer_cast(will_reduce=self.settings.reduce_grads)
 
     @outside_transforms
     @_ungraphed
@@ -445,8 +439,9 @@ class FSDPParamGroup:
             for param in self.params:
                 param.accumulate_unsharded()
         self._accumulating = not reduces
-        for param in filter(_may_defer, self.params):
-            param.end_deferring()
+        for param in self.params:
+            if param.gradient_dtype.may_defer:
+                param.end_deferring()
         # Before the reduction, which takes memory: the parameters' is there for it, or for the next gather.
         self.reshard_after_use(keep=keep, cache=cache)
         if gradients:
@@ -499,8 +494,7 @@ class FSDPParamGroup:
     @property
     def has_gradients(self) -> bool:
         """Whether backward has left unsharded gradients that have not been taken yet."""
-        gradients = map(getattr, map(_unsharded_of, self.params), repeat("grad"), repeat(None))
-        return any(map(is_not, gradients, repeat(None)))
+        return any(getattr(param.unsharded_param, "grad", None) is not None for param in self.params)
 
     @property
     def has_partial(self) -> bool:

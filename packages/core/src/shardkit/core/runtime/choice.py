@@ -10,20 +10,22 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 
 from shardkit.core import torch_compat
+from shardkit.core.policies import AllGather, CompressionPolicy, ReduceScatter
 from shardkit.core.runtime.collective import C10dTransport
-from shardkit.core.runtime.memory import RegisteredMemory
+from shardkit.core.runtime.custom import CustomTransport
+from shardkit.core.runtime.memory import RegisteredMemory, require_memory
 from shardkit.core.runtime.plan import Transport
-from shardkit.core.runtime.shared.meeting import neighbours_of, possible
+from shardkit.core.runtime.shared.meeting import neighbours_of
 from shardkit.core.runtime.shared.transport import SharedTransport
 
-__all__ = ["Transports", "coalesces", "may_share_memory", "stand_ins", "transport_for"]
+__all__ = ["Communication", "Transports", "coalesces", "may_share_memory", "stand_ins", "transport_for"]
 
 StandIn: TypeAlias = Callable[[dist.ProcessGroup, torch.device], Transport]
 """Returns a transport that replaces that of a group, for tensors on a device."""
@@ -46,6 +48,95 @@ class Transports:
     reduce: Transport | None
 
 
+@dataclass(frozen=True)
+class Communication:
+    """Overrides of the transports that are chosen for the process groups. Labels are for messages.
+
+    Attributes:
+        compression: how parameters and gradients are rounded when sent, None for full precision.
+        all_gather: custom communication, with its own buffers; None for ours.
+        reduce_scatter: likewise.
+        reduce_group: process group for reductions, with the ranks of the shard group. None: the shard group itself.
+        registered: whether communicated memory is registered with the process group (runtime/memory.py).
+    """
+
+    compression: CompressionPolicy | None = None
+    all_gather: AllGather | None = None
+    reduce_scatter: ReduceScatter | None = None
+    reduce_group: dist.ProcessGroup | None = None
+    registered: bool = False
+
+    def gathering_through(self, comm: AllGather, label: str) -> Communication:
+        """Sends gathers through `comm` and its buffers."""
+        self._refuse_compression(type(comm).__name__, label)
+        return replace(self, all_gather=comm)
+
+    def reducing_through(self, comm: ReduceScatter, label: str) -> Communication:
+        """Sends reduce-scatters through `comm` and its buffers."""
+        self._refuse_compression(type(comm).__name__, label)
+        return replace(self, reduce_scatter=comm)
+
+    def reducing_on(self, group: dist.ProcessGroup | None) -> Communication:
+        """Runs reductions on `group`; None: on the shard group."""
+        return replace(self, reduce_group=group)
+
+    def in_registered_memory(
+        self, enable: bool, group: dist.ProcessGroup, device: torch.device, label: str
+    ) -> Communication:
+        """Sets whether memory that the shard group `group` communicates is registered with it.
+
+        Raises:
+            ValueError: if custom communication is set, or the process group has no allocator.
+        """
+        for comm in (self.all_gather, self.reduce_scatter):
+            if comm is not None:
+                raise ValueError(
+                    f"group '{label}' has custom communication ({type(comm).__name__}), which brings its own buffers; "
+                    "use either of the two"
+                )
+        if enable:
+            self._refuse_compression("memory of the process group", label)
+            if group.size() > 1:
+                require_memory(group, device, label)
+        return replace(self, registered=enable)
+
+    def _refuse_compression(self, name: str, label: str) -> None:
+        if self.compression is not None:
+            raise ValueError(
+                f"group '{label}' has a {self.compression}, which makes rows of bytes of its own and cannot go "
+                f"through {name}; shard it without compression_policy"
+            )
+
+    def transports(self, group: dist.ProcessGroup | None, device: torch.device, label: str) -> Transports:
+        """The transports over the shard group `group` (collective over it the first time: its ranks meet).
+
+        Raises:
+            RuntimeError: if the ranks do not meet; the message has the label.
+        """
+        if group is None or group.size() == 1:
+            return Transports(None, None)
+        over = self.reduce_group or group
+        try:
+            if self.all_gather is not None:
+                gather: Transport = CustomTransport(group, device, self.all_gather)
+            else:
+                gather = transport_for(group, device, self.registered)
+            if self.reduce_scatter is not None:
+                reduce: Transport = CustomTransport(over, device, reduce_scatter=self.reduce_scatter)
+            else:
+                reduce = transport_for(over, device, self.registered)
+        except (OSError, RuntimeError) as error:  # a missing peer causes a timeout, of a socket or of gloo
+            raise RuntimeError(
+                f"{label}: set-up failed (meeting the other ranks of its group): {error}; "
+                "check that every rank runs this forward"
+            ) from error
+        if self.compression is not None and self.compression.gather is not None:
+            gather = gather.compressing(self.compression)
+        if self.compression is not None and self.compression.reduce is not None:
+            reduce = reduce.compressing(self.compression)
+        return Transports(gather, reduce)
+
+
 def transport_for(group: dist.ProcessGroup, device: torch.device, registered: bool = False) -> Transport:
     """The transport of `group` for tensors on `device`; the same object as long as it is in use.
 
@@ -60,23 +151,21 @@ def transport_for(group: dist.ProcessGroup, device: torch.device, registered: bo
     reference = by_kind.get((device, registered))
     transport = reference() if reference is not None else None
     if transport is None:
-        backend = torch_compat.backend_of(group, device)
-        if group.size() > 1 and _is_gloo(backend, device) and (neighbours := neighbours_of(group)) is not None:
+        # All ranks meet, also one that cannot share memory: the others learn of it there.
+        if may_share_memory(group, device) and (neighbours := neighbours_of(group)) is not None:
             transport = SharedTransport(group, device, neighbours)
         else:
             memory = RegisteredMemory.of(group, device) if registered else None
-            transport = C10dTransport(group, device, direct=coalesces(backend), memory=memory)
+            direct = coalesces(torch_compat.backend_of(group, device))
+            transport = C10dTransport(group, device, direct=direct, memory=memory)
         by_kind[device, registered] = weakref.ref(transport)
     return transport
 
 
 def may_share_memory(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether `transport_for` would share memory if all ranks were on one host. Not collective."""
-    return group.size() > 1 and _is_gloo(torch_compat.backend_of(group, device), device) and possible()
-
-
-def _is_gloo(backend: Any, device: torch.device) -> bool:
-    return backend is not None and device.type == "cpu" and backend.name() == "gloo"
+    """Whether ranks of `group` share memory where they can: several ranks, with gloo on CPU. Not collective."""
+    backend = torch_compat.backend_of(group, device)
+    return group.size() > 1 and device.type == "cpu" and backend is not None and backend.name() == "gloo"
 
 
 def coalesces(backend: Any) -> bool:
