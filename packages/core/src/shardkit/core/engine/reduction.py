@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import compress, repeat
-from operator import attrgetter, eq, is_, is_not
 from typing import Any, Protocol
 
 import torch
@@ -23,9 +21,6 @@ from shardkit.core.torch_compat import GRAD_DTYPE_DECIDES
 
 __all__ = ["Bucket", "Division", "buckets", "division_for", "program", "take_gradients"]
 
-
-_dtype_of = attrgetter("dtype")
-_layout_of = attrgetter("layout")
 
 # At most this many plans, one for each set of parameters with gradients. Few sets occur unless use is random.
 _MOST_PLANS = 64
@@ -96,23 +91,21 @@ def take_gradients(
     Raises:
         RuntimeError: for a sparse one; the message has the FQN.
     """
-    zeros_if_unused, all_reduces = settings.reduce_unused_params, settings.all_reduce_grads
-    taken = [param.take_gradient(zeros_if_unused, all_reduces) for param in params]
-    params = [*compress(params, map(is_not, taken, repeat(None)))]
-    gradients = [gradient for gradient in taken if gradient is not None]
-    if not all(map(is_, map(_layout_of, gradients), repeat(torch.strided))):
-        pairs = zip(params, gradients, strict=True)
-        fqn, layout = next((one.fqn, own.layout) for one, own in pairs if own.layout is not torch.strided)
-        raise RuntimeError(
-            f"the gradient of parameter '{fqn}' is sparse ({layout}); expected a dense one, as ranks reduce rows "
-            "in place. Build the embedding with sparse=False, or pass the parameter in ignored_params and reduce "
-            "its gradient yourself"
-        )
-    if alike:
-        gradients = [
-            one.to(param.gradient_dtype.sums or one.dtype) for param, one in zip(params, gradients, strict=True)
-        ]
-    return params, gradients
+    found: list[FSDPParam] = []
+    gradients: list[torch.Tensor] = []
+    for param in params:
+        gradient = param.take_gradient(settings.reduce_unused_params, settings.all_reduce_grads)
+        if gradient is None:
+            continue
+        if gradient.layout is not torch.strided:
+            raise RuntimeError(
+                f"the gradient of parameter '{param.fqn}' is sparse ({gradient.layout}); expected a dense one, as "
+                "ranks reduce rows in place. Build the embedding with sparse=False, or pass the parameter in "
+                "ignored_params and reduce its gradient yourself"
+            )
+        found.append(param)
+        gradients.append(gradient.to(param.gradient_dtype.sums or gradient.dtype) if alike else gradient)
+    return found, gradients
 
 
 def buckets(
@@ -127,25 +120,20 @@ def buckets(
     Takes the gradients out of their list. Those of a single rank are delivered at once, without a bucket.
     """
     common = _common_dtype(params, gradients) if GRAD_DTYPE_DECIDES else None
-    dtypes = [*map(_dtype_of, gradients)]
-    sums = [common or param.gradient_dtype.sums or dtype for param, dtype in zip(params, dtypes, strict=True)]
-    kinds = [*zip(dtypes, sums, strict=True)]
-    # Loops in C: this runs for each gradient, in every step.
-    found = [
-        Bucket(
-            [*compress(params, map(eq, kinds, repeat(kind)))],
-            [*compress(gradients, map(eq, kinds, repeat(kind)))],
-            *kind,
-            division_for(group.mesh.size, kind[1], settings.gradient_divide_factor, settings.force_sum_reduction),
-        )
-        for kind in dict.fromkeys(kinds)
-    ]
+    found: dict[tuple[torch.dtype, torch.dtype], Bucket] = {}
+    for param, gradient in zip(params, gradients, strict=True):
+        kind = gradient.dtype, common or param.gradient_dtype.sums or gradient.dtype
+        if (bucket := found.get(kind)) is None:
+            factor, force_sum = settings.gradient_divide_factor, settings.force_sum_reduction
+            bucket = found[kind] = Bucket([], [], *kind, division_for(group.mesh.size, kind[1], factor, force_sum))
+        bucket.params.append(param)
+        bucket.gradients.append(gradient)
     gradients.clear()
     if transport is None and not group.mesh.replicate_axes and settings.all_reduce_hook is None:
-        for bucket in found:
+        for bucket in found.values():
             _deliver_unreduced(group, bucket)
         return []
-    return found
+    return [*found.values()]
 
 
 def _common_dtype(params: Sequence[FSDPParam], gradients: list[torch.Tensor]) -> torch.dtype:
