@@ -26,8 +26,7 @@ from shardkit.core.module import FSDPModule, make_sharded_class
 from shardkit.core.observers import start_observers
 from shardkit.core.optimizers import watch_optimizers
 from shardkit.core.parameters.adapters import ParameterForm, form_of
-from shardkit.core.parameters.gradient_hooks import move_gradient_hooks
-from shardkit.core.parameters.managed import (
+from shardkit.core.parameters.collect import (
     Managed,
     ManagedParameter,
     manage,
@@ -36,6 +35,7 @@ from shardkit.core.parameters.managed import (
     placement_of,
     with_owners,
 )
+from shardkit.core.parameters.gradient_hooks import move_gradient_hooks
 from shardkit.core.parameters.param import FSDPParam, Slot
 from shardkit.core.policies import (
     CompressionPolicy,

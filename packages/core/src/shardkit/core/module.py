@@ -43,7 +43,7 @@ class UnshardHandle(StockUnshardHandle):
         for group in self._groups:
             group.wait_for_unshard()
         for context in {group.schedule.context for group in self._groups}:
-            context.settle_gathers()
+            context.wait_until_peers_have_read()
         self._groups = ()
 
 
@@ -119,7 +119,7 @@ class FSDPModule(StockFSDPModule):
             return
         for group in self._groups():
             group.reshard()
-            group.schedule.context.settle_gathers()
+            group.schedule.context.wait_until_peers_have_read()
 
     @no_dynamo
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:

@@ -16,7 +16,7 @@ from shardkit.core.engine.root import live_roots
 from shardkit.core.optimizer_steps.block_steps import steps_by_block
 from shardkit.core.optimizer_steps.plain_steps import PlainSteps, plain_steps_of
 from shardkit.core.optimizer_steps.supported import ELEMENTWISE, plain_parameters, steps_by_element
-from shardkit.core.parameters.managed import added_parameters
+from shardkit.core.parameters.collect import added_parameters
 from shardkit.core.parameters.param import sharded_counterpart
 from shardkit.core.torch_compat import is_within_step, no_dynamo
 

@@ -33,7 +33,7 @@ def broadcast_replicas(module: nn.Module) -> None:
             state.schedule.refuse_unended("broadcast_replicas was called")
             for group in state.groups:
                 group.reshard()
-                group.schedule.context.settle_gathers()
+                group.schedule.context.wait_until_peers_have_read()
     for parameter in module.parameters():
         if isinstance(parameter, DTensor):
             for process_group in groups_of_copies(parameter):

@@ -107,7 +107,7 @@ class CommContext:
         """Remembers a gather in which peers read this rank's shards."""
         self._read_by_peers.append((ticket, transport))
 
-    def settle_gathers(self) -> None:
+    def wait_until_peers_have_read(self) -> None:
         """Waits until no peer reads this rank's shards any more, so that they may be written.
 
         Waits first for gathers in flight, because peers read a shard only when they need it.
@@ -149,7 +149,7 @@ class CommContext:
         for ticket in (*(ticket for ticket, _ in self._read_by_peers), *self._in_flight):
             ticket.wait()
 
-    def settle_after_failure(self) -> None:
+    def end_or_abandon_all(self) -> None:
         """After a failed iteration: waits for operations that can still end, and gives up the others.
 
         Other roots may share this context, and their gradients are valid. Slower peers may still read this rank's

@@ -521,7 +521,7 @@ class FSDPParamGroup:
                 schedule.refuse_unended("an optimizer steps")
             if self.residence is Residence.GATHERING and self.ticket is not None:
                 self.ticket.wait()  # a gather under way reads the shards, and so do peers
-                schedule.context.settle_gathers()
+                schedule.context.wait_until_peers_have_read()
         check_gradients(self.params)
         if self._accumulating or not self.settings.reduce_grads or self.phase is not Phase.IDLE:
             missed = None

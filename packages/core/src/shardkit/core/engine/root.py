@@ -21,7 +21,7 @@ from shardkit.core.engine.group import FSDPParamGroup
 from shardkit.core.engine.order_check import OrderCheck, agree, wanted_checks
 from shardkit.core.engine.schedule import Schedule, ScheduledState
 from shardkit.core.mesh import DataParallelMesh, groups_of_copies
-from shardkit.core.parameters.managed import STATE
+from shardkit.core.parameters.collect import STATE
 from shardkit.core.parameters.param import FSDPParam
 from shardkit.core.parameters.placements import is_ours
 from shardkit.core.torch_compat import local_of, outside_transforms, stock_modules_around

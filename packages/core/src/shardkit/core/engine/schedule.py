@@ -370,5 +370,5 @@ class Finalization:
                 "reset_iter_state() has dropped the gradients that this handle is for; run the iteration again"
             )
         self._schedule.finish_reductions()
-        context.settle_gathers()
+        context.wait_until_peers_have_read()
         context.finalization = None

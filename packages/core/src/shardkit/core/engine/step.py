@@ -45,7 +45,7 @@ from shardkit.core.engine.root import initialise_root
 from shardkit.core.engine.schedule import Finalization, Forward, Pass, Schedule
 from shardkit.core.engine.transforms import watch_each, watch_together
 from shardkit.core.optimizer_steps.plain_steps import lent, restore_interrupted_steps
-from shardkit.core.parameters.managed import STATE
+from shardkit.core.parameters.collect import STATE
 from shardkit.core.parameters.param import param_over
 from shardkit.core.policies import MixedPrecisionPolicy
 from shardkit.core.stock_names import STATE_NAMES, answers_stock_names
@@ -366,7 +366,7 @@ class FSDPState:
         schedule.end_forward(complete=bool(self.is_root))
         schedule.room.free_unused(in_backward=False)
         schedule.room.free_cached(but_for_backward=bool(schedule.passes) and torch.is_grad_enabled())
-        schedule.context.settle_gathers()
+        schedule.context.wait_until_peers_have_read()
 
     def end_pass(self, *, reshards: bool = True) -> None:
         """Every module of the state has run, or will not run any more: reshards as configured."""
@@ -624,7 +624,7 @@ class FSDPState:
             if is_last or not context.reductions.has_streams:
                 # On a CPU the last reductions go on only if somebody waits: gradients would come after `zero_grad()`.
                 schedule.finish_reductions()
-            context.settle_gathers()
+            context.wait_until_peers_have_read()
             if events.hub.active:
                 events.emit(events.BackwardEnded(is_last))
         except BaseException:
@@ -657,7 +657,7 @@ class FSDPState:
         for group in self.groups:
             if not group.forward_users:
                 group.reshard()
-                group.schedule.context.settle_gathers()
+                group.schedule.context.wait_until_peers_have_read()
 
     def before_load(
         self,
@@ -724,7 +724,7 @@ def reset(schedule: Schedule[FSDPState]) -> None:
         schedule.refuse_during_finalization("reset_iter_state was called")
     context.finalization = None
     schedule.unfinalized = False
-    context.settle_after_failure()
+    context.end_or_abandon_all()
     schedule.end_backward()
     schedule.end_forward(complete=False)
     schedule.forget_passes()

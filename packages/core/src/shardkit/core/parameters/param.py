@@ -191,7 +191,7 @@ class FSDPParam:
         self.shape = plain.shape
         self.placement = placement
         self.layout = layout_for(placement, tuple(self.shape), mesh.shard_size)
-        self._cut_in_its_shape = tuple(self.shape) == self.layout.shape
+        self._layout_keeps_shape = tuple(self.shape) == self.layout.shape
         self.local_shape = self.layout.local_shape(mesh.shard_rank) if self.shape else ()
         home = device if self.offload is None else torch.device("cpu")
         shard = shard_of(plain, self.layout, self.local_shape, mesh.shard_rank, home)
@@ -262,7 +262,7 @@ class FSDPParam:
         if local is not local_of(self.sharded_param):
             replace_local(self.sharded_param, local)
         self.local_tensor = local
-        self._local = local = self.form.shard(local)
+        self.shard = local = self.form.shard(local)
         self.orig_dtype: torch.dtype = local.dtype
         self.dtype = self.mp_policy.param_dtype or local.dtype
         if not local.dtype.is_floating_point:
@@ -317,14 +317,14 @@ class FSDPParam:
     @property
     def shard_to_share(self) -> torch.Tensor | None:
         """The shard, if it could be moved to memory that peers on this host can read, and is not there yet."""
-        local = self._local
+        local = self.shard
         if type(local) is not torch.Tensor or local.device.type != "cpu" or not local.numel() or locate(local):
             return None
         return None if self.aliased or self.subclass else local
 
     def move_shard(self, local: torch.Tensor) -> None:
         """Moves the shard to other memory with the same contents. Tensors over the old memory are detached from it."""
-        self.local_tensor, self._local = self.form.local(local), local
+        self.local_tensor, self.shard = self.form.local(local), local
         replace_local(self.sharded_param, self.local_tensor)
 
     def set_mixed_precision(self, policy: MixedPrecisionPolicy) -> None:
@@ -336,7 +336,7 @@ class FSDPParam:
         """Before the first gather: raises RuntimeError if the shard is on the wrong device."""
         self.gradient_dtype.note(self.sharded_param)
         self.gradient_dtype.decide(self.mp_policy.reduce_dtype, self.orig_dtype)
-        seen, offloaded = self._local.device, self.offload is not None
+        seen, offloaded = self.shard.device, self.offload is not None
         expected = "cpu" if offloaded else self.device.type
         if seen.type == "meta":
             raise RuntimeError(
@@ -357,10 +357,10 @@ class FSDPParam:
         if self.aliased:
             return []
         if self.subclass is None:
-            return [self._local if self.shape else self._local.view(1)]
+            return [self.shard if self.shape else self.shard.view(1)]
         module = self.slots[0].module()
         assert module is not None
-        local = self._local if self._local.device == self.device else self._local.to(self.device, non_blocking=True)
+        local = self.shard if self.shard.device == self.device else self.shard.to(self.device, non_blocking=True)
         return self.subclass.inputs(local, module)
 
     def items(self, sources: list[torch.Tensor]) -> list[GatherItem]:
@@ -410,7 +410,7 @@ class FSDPParam:
             # Views with version counters of their own, because the next gather writes to the flats; and the parameter
             # itself, as the hook may put new metadata, such as a scale, on the object.
             gathered = [raw_view(flat)[: target.numel()] for flat, target in zip(self.flats, self.targets, strict=True)]
-            tensor = self.subclass.unsharded(self._local, gathered, self.dtype, self.unsharded_param)
+            tensor = self.subclass.unsharded(self.shard, gathered, self.dtype, self.unsharded_param)
             if tensor is None:
                 assert self.unsharded_param is not None
                 return self.unsharded_param
@@ -420,7 +420,7 @@ class FSDPParam:
                 tensor = tensor.as_strided(self.shape, dense_strides(padded))
         with outside_inference():
             if tensor is None:
-                tensor = self._local if self.aliased else dense_view(self.flats[0], self.shape)
+                tensor = self.shard if self.aliased else dense_view(self.flats[0], self.shape)
                 tensor = tensor if tensor.shape == self.shape else tensor.view(self.shape)
             cls = self._unsharded_class if self.subclass is None else nn.Parameter
             tensor, requires_grad = self.form.unsharded(tensor), self.sharded_param.requires_grad
@@ -445,7 +445,7 @@ class FSDPParam:
     @property
     def memory(self) -> set[int]:
         """Addresses of the memory of the unsharded parameter."""
-        tensors = [self._local] if self.aliased else self.flats
+        tensors = [self.shard] if self.aliased else self.flats
         return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
     def free(self) -> None:
@@ -541,7 +541,7 @@ class FSDPParam:
         if gradient is None:
             return None
         gradient = self.form.gradient(gradient)
-        return gradient if self._cut_in_its_shape else gradient.reshape(self.layout.shape)
+        return gradient if self._layout_keeps_shape else gradient.reshape(self.layout.shape)
 
     def deliver(self, gradient: torch.Tensor) -> None:
         """Makes a reduced shard the sharded gradient, in its dtype, or adds it to the existing one.

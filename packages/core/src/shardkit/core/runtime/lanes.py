@@ -24,7 +24,7 @@ from shardkit.core.torch_compat import set_grad_enabled
 __all__ = [
     "NEXT_STAGE",
     "CpuLane",
-    "Holder",
+    "KeepAlive",
     "Lane",
     "Program",
     "Reduction",
@@ -90,7 +90,7 @@ def note_sources_read() -> None:
         _holding.lane.sources_read = _holding.lane.stream.record_event()
 
 
-class Holder:
+class KeepAlive:
     """Collects in `tensors` what programs `hold` inside the `with` block; they run on `lane`."""
 
     def __init__(self, tensors: list[torch.Tensor], lane: StreamLane | None = None) -> None:
@@ -379,7 +379,7 @@ class StreamLane:
 
     def _run_stage(self, program: Program, held: list[torch.Tensor]) -> bool:
         """Queues `program` on this lane's stream up to `NEXT_STAGE`; True if it has ended."""
-        with self._module.stream(self.stream), Holder(held, self), torch.no_grad():
+        with self._module.stream(self.stream), KeepAlive(held, self), torch.no_grad():
             for works in program:
                 if works is NEXT_STAGE:
                     return False
