@@ -49,7 +49,7 @@ class CustomTransport(C10dTransport):
         return (work,)
 
     def buffer(self, numel: int, dtype: torch.dtype, label: str) -> torch.Tensor:
-        comm = self._gathering or self._reducing
+        comm = self._reducing if self._gathering is None else self._gathering
         assert comm is not None, label
         buffer = comm.allocate((numel,), dtype=dtype, device=self.device)
         who = f"{label}: {type(comm).__name__}.allocate"

@@ -267,9 +267,10 @@ class CpuTicket:
     def abandon(self) -> None:
         if self.done:
             return
-        for work in filter(None, self._pending):
+        for work in self._pending:
             with contextlib.suppress(Exception):
-                work.wait()
+                if work is not None:
+                    work.wait()
         program = self._program
         self._finish()
         if program is not None:
