@@ -144,22 +144,3 @@ def unsharded_in_pool(setter: Setter) -> tuple[list[bool], bool]:
 def test_unsharded_parameters_lie_in_the_pool(on_device: Callable[..., Any]) -> None:
     """Asked as `tests.gpu` asks it of NCCL's pool, which no other test without a GPU does."""
     assert on_device(unsharded_in_pool, registered) == ([True] * len(SHAPES), False)
-
-
-def switched_off(setter: Setter) -> tuple[set[tuple[str, bool]], set[tuple[str, bool, int]]]:
-    watcher = _Watcher()
-    scenario = replace(SCENARIOS[0], blocks=(BlockSpec(shapes=SHAPES),) * 2, steps=3, prepare=setter)
-    with started(scenario, "ours", watcher, lambda: 0.0) as run:
-        for step in take_steps(run):
-            run.model.zero_grad()
-            if step == 0:
-                watcher.seen = Seen()
-                for module in (run.model, *run.model.blocks):
-                    module.set_allocate_memory_from_process_group_for_comm(False)
-    return watcher.seen.pooled, watcher.seen.outside
-
-
-def test_it_can_be_switched_off(on_device: Callable[..., Any]) -> None:
-    pooled, outside = on_device(switched_off, registered)
-    assert pooled == set()
-    assert outside

@@ -12,8 +12,8 @@ import torch
 
 import shardkit.core as ours
 from tests.simulation.scenarios import COMPARISONS, Comparison, measure, measured, named
-from tests.simulation.timeline import Costs, Timeline, holds_gathered
-from tests.simulation.training import BLOCK, SHARDS, Scenario, started, whole_step
+from tests.simulation.timeline import Costs
+from tests.simulation.training import BLOCK, SHARDS, Scenario
 
 # Forward and backward of every step of stock's engine, as worked out by hand: 8 blocks, forward 10 and backward 20
 # each, all-gather 8, reduce-scatter 8, unless the name tells otherwise.
@@ -103,24 +103,6 @@ def test_bf16_gradients_that_travel_as_bf16_cost_less_between_hosts(on_device: C
     assert all(one < other for one, other in zip(narrow.backward, cast.backward, strict=True))
 
 
-def gathered_after_backwards() -> list[int]:
-    """Bytes that are still gathered when each of three backwards ends, of a forward that runs a part of a group."""
-    held, timeline = [], Timeline(Costs())
-    scenario = Scenario("a part of a group", blocks=(BLOCK,) * 4, together=(2, 3))
-    with started(scenario, "ours", timeline, timeline.clock) as run:
-        for number in range(3):
-            run.model.set_requires_gradient_sync(number == 2)
-            run.model.set_is_last_backward(number == 2)
-            run.model.order = [0, 1, 2]
-            whole_step(run)
-            held.append(sum(one.nbytes for one in run.simulation.memory.live if holds_gathered(one)))
-    return held
-
-
-def test_a_backward_that_is_not_the_last_leaves_nothing_gathered(on_device: Callable[..., Any]) -> None:
-    assert on_device(gathered_after_backwards) == [0, 0, 0]
-
-
 def peak_of_wide_gradients(by_parameter: bool) -> int:
     """The peak with bf16 parameters whose gradients are summed in fp32, as each parameter or the policy says."""
 
@@ -143,7 +125,7 @@ def test_autograd_makes_no_wide_copies_of_gradients(on_device: Callable[..., Any
 NAMES = [one.name for one in COMPARISONS]
 
 
-@pytest.mark.daily(name=[name for name in NAMES if f"{name}, copies" not in NAMES])
+@pytest.mark.daily(name=[f"{name}, copies" for name in ON_PAGE.values()])
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("goal", ["forward", "backward"])
 def test_ours_takes_no_longer_than_stock(goal: str, name: str, on_device: Callable[..., Any]) -> None:
@@ -159,7 +141,7 @@ def test_ours_takes_no_longer_than_stock(goal: str, name: str, on_device: Callab
         assert all(our <= theirs for our, theirs in later), times
 
 
-@pytest.mark.daily(shards=[2])
+@pytest.mark.daily(shards=[2], name=[*ON_PAGE.values()])
 @pytest.mark.parametrize("shards", [2, 4, SHARDS])
 @pytest.mark.parametrize("name", [name for name in NAMES if not name.endswith("copies")])
 def test_ours_peaks_no_higher_than_stock(name: str, shards: int, on_device: Callable[..., Any]) -> None:
