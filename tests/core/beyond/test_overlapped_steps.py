@@ -23,17 +23,18 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import shardkit.core
-from shardkit.core import clip_grad_norm_, full_state_dict, fully_shard, optimizer_step_on_shards
+from shardkit.core import Blocks, clip_grad_norm_, full_state_dict, fully_shard, optimizer_step_on_shards
 from shardkit.core.beyond import overlap_step, steps
 from shardkit.core.checkpoint import CheckpointManager
 from shardkit.core.engine.group import FSDPParamGroup
 from shardkit.core.parameters.param import sharded_counterpart
 from shardkit.core.torch_compat import held_local
 from tests.core.checkpoint.trainee import ElasticLoader, Trainee, differences
-from tests.core.optimizer_steps.placed_training import ELEMENTWISE, Layers, assert_same, loss_of
+from tests.core.optimizer_steps.placed_training import ELEMENTWISE, Layers, assert_same, loss_of, optimizer_for
 from tests.support import on_ranks, rank_mesh, run_ranks
 from tests.support.parity import Case, build, shard
 from tests.support.schedules import Run, plain
+from tests.support.sharding import shard_each
 from tests.support.trace import EXACT, Trace
 from tests.support.trace import assert_same as assert_same_traces
 
@@ -170,22 +171,38 @@ def test_steps_in_backward_are_hidden_by_it(rank: int, world_size: int) -> None:
         assert sorted(seen) == sorted(started)
 
 
+TOO_LATE = "is used or dropped before optimizer.step"
+
 MISUSES: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
-    "clipping": (lambda model, optimizer: clip_grad_norm_(model.parameters(), 1.0), "is needed before optimizer.step"),
+    "clipping": (
+        lambda model, optimizer: clip_grad_norm_(model.parameters(), 1.0),
+        TOO_LATE,
+    ),
     "torch's clipping": (
         lambda model, optimizer: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
-        "is needed before optimizer.step",
+        TOO_LATE,
     ),
     "a scaler": (
         lambda model, optimizer: (scaler := torch.amp.GradScaler("cpu"), scaler.scale(torch.ones(1)))[0].unscale_(
             optimizer
         ),
-        "is needed before optimizer.step",
+        TOO_LATE,
     ),
-    "another sum": (lambda model, optimizer: loss_of(model, 0, 9).backward(), "is needed before optimizer.step"),
+    "another sum": (
+        lambda model, optimizer: loss_of(model, 0, 9).backward(),
+        TOO_LATE,
+    ),
     "a step that is left out": (
         lambda model, optimizer: (optimizer.zero_grad(), loss_of(model, 0, 9).backward()),
-        "is needed before optimizer.step",
+        TOO_LATE,
+    ),
+    "a gradient that is dropped": (
+        lambda model, optimizer: (setattr(model.layers[1].weight, "grad", None), optimizer.step()),
+        TOO_LATE,
+    ),
+    "state that is loaded": (
+        lambda model, optimizer: (optimizer.load_state_dict(optimizer.state_dict()), optimizer.step()),
+        TOO_LATE,
     ),
     "another rate": (
         lambda model, optimizer: (optimizer.param_groups[0].update(lr=0.5), optimizer.step()),
@@ -213,6 +230,34 @@ def test_what_cannot_step_in_backward_is_refused(rank: int, world_size: int) -> 
         pair.step(rank, 2)
         pair.step(rank, 3)
         pair.check(name)
+
+
+@pytest.mark.parametrize("kind", ["bitsandbytes.optim.AdamW8bit", "torchao.optim.AdamW8bit", "torchao.optim.AdamW4bit"])
+@pytest.mark.parametrize("when", ["auto", "backward"])
+@on_ranks(2, timeout=120)
+def test_quantised_state(rank: int, world_size: int, kind: str, when: Any) -> None:
+    """On `Blocks`, with shards of which some are whole blocks and some are empty; and after a load."""
+    models, optimizers = [], []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64), nn.Tanh(), nn.Linear(64, 3))
+        blocks: dict[str, Any] = {"shard_placement_fn": lambda parameter: Blocks(elements=4096)}
+        models.append(shard_each(*model[::2], model, mesh=rank_mesh((world_size,)), **blocks))
+        optimizers.append(optimizer_for(kind, model.parameters()))
+        optimizer_step_on_shards(optimizers[-1])
+    overlap_step(optimizers[0], when=when)
+    with torch.compiler.set_stance("force_eager"):
+        for number in range(5):
+            x = torch.randn(4, 64, generator=torch.Generator().manual_seed(10 * number + rank))
+            for model, optimizer in zip(models, optimizers, strict=True):
+                with late() if number % 2 else contextlib.nullcontext():
+                    model(x).square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    if number == 2:
+                        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert_same(*(dict(model.state_dict()) for model in models), "weights")
+    assert_same(*(optimizer.state_dict() for optimizer in optimizers), "state")
 
 
 FEATURES = [

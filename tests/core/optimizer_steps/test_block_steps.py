@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardkit.core import fully_shard, optimizer_step_on_shards
+from shardkit.core import fully_shard, optimizer_step_on_shards, overlap_step
 from shardkit.core.checkpoint import CheckpointManager, TrainingState
 from tests.core.optimizer_steps.placed_training import assert_same, optimizer_for
 from tests.support import on_ranks, rank_mesh, run_ranks
@@ -123,15 +123,22 @@ def test_a_checkpoint_of_two_ranks_loads_on_four(tmp_path: Path) -> None:
     assert_same(dict(enumerate(seen)), dict(enumerate(expected)), "loaded")
 
 
+@pytest.mark.parametrize("overlaps", [False, True])
 @on_ranks(2)
-def test_settings_of_single_parameters_hold(rank: int, world_size: int) -> None:
+def test_settings_of_single_parameters_hold(rank: int, world_size: int, overlaps: bool) -> None:
     bnb = pytest.importorskip("bitsandbytes")
     model, optimizer = build(world_size, "AdamW8bit")
+    if overlaps:
+        overlap_step(optimizer)
     manager = bnb.optim.GlobalOptimManager.get_instance()
     try:
         manager.override_config(model.layers[0].weight, "optim_bits", 32)
         manager.register_module_override(model.layers[1], "weight", {"optim_bits": 32})
         step(model, optimizer, 0)
+        if overlaps:
+            manager.register_parameters(model.parameters())
+            with pytest.raises(RuntimeError, match="register_parameters has noted settings by the places"):
+                step(model, optimizer, 1)
     finally:
         manager.pid2config.clear()
         manager.index2config.clear()

@@ -34,6 +34,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache, partial
+from operator import is_not
 from typing import Any, Literal, NamedTuple, NoReturn, cast
 
 import torch
@@ -42,6 +43,7 @@ from torch.distributed.tensor import DTensor
 from shardkit.core.beyond.files import FileTier
 from shardkit.core.beyond.waiting import WaitingState, give_back, make_wait
 from shardkit.core.engine.group import FSDPParamGroup, Residence
+from shardkit.core.optimizer_steps.block_steps import carry_overrides, steps_by_block
 from shardkit.core.optimizer_steps.plain_steps import NUMBERS, PlainSteps, Twin, lent, plain_steps_of, use_steps
 from shardkit.core.optimizer_steps.supported import ELEMENTWISE, steps_by_element
 from shardkit.core.optimizers import optimizer_step_on_shards
@@ -64,26 +66,38 @@ def overlap_step(
     `to_local()`, does not wait: call `wait()` first. A second call changes nothing. Not collective.
 
     Args:
-        optimizer: one of torch's element-wise optimizers; with `fused=True`, a group is one fused call.
+        optimizer: one of torch's element-wise optimizers; with `fused=True`, a group is one fused call. Or one of
+            bitsandbytes or torchao with 8-bit or 4-bit state, as for `optimizer_step_on_shards`.
         when: "auto" steps under the next forward. "backward" steps with a group's gradients as soon as they are
             reduced, so each may be reduced once before `step()`, and nothing may read them until then: no clipping, no
             `GradScaler`. `step()` is called as ever, with the options that held in backward.
-        states: where its state lies, and the shards if it says so; in memory by default.
+        states: where its state lies, and the shards if it says so; in memory by default. For torch's optimizers.
 
     Raises:
-        TypeError: for an optimizer other than torch's element-wise ones, also for their subclasses.
-        ValueError: for another `when`.
+        TypeError: for any other optimizer, also for subclasses, and for one that draws random numbers.
+        ValueError: for another `when`, or `states` for quantised ones.
     """
     if when not in ("auto", "backward"):
         raise ValueError(f'when is {when!r}; pass "auto" or "backward"')
     steps = plain_steps_of(optimizer)
     if isinstance(steps, OverlappedSteps):
         return steps
-    if not steps_by_element(optimizer):
+    by_block = steps_by_block(optimizer)
+    if not by_block and not steps_by_element(optimizer):
         names = ", ".join(sorted(kind.__name__ for kind in ELEMENTWISE))
         raise TypeError(
             f"{type(optimizer).__name__} is not known to update each element by itself; overlap_step takes {names} of "
-            "torch.optim. Call step() without it"
+            "torch.optim, and of bitsandbytes and torchao those that step block by block. Call step() without it"
+        )
+    if getattr(optimizer, "bf16_stochastic_round", False):
+        raise TypeError(
+            f"{type(optimizer).__name__} rounds at random (bf16_stochastic_round=True), and forward draws random "
+            "numbers meanwhile, so that no two runs would be the same; call step() without overlap_step"
+        )
+    if by_block and states is not None:
+        raise ValueError(
+            f"{type(optimizer).__name__} has quantised state, which files do not take; leave states out, or use an "
+            "optimizer of torch.optim"
         )
     use_steps(optimizer, steps := OverlappedSteps(states))
     optimizer_step_on_shards(optimizer)
@@ -117,7 +131,7 @@ class OverlappedSteps(PlainSteps):
         self._numbers: dict[int, int] = {}  # of the optimizer's parameter groups, by the ids of their parameters
         self._taken: list[_Taken] = []  # since the last step, with the ids of their parameters
         self._taken_ids: set[int] = set()
-        self._has_stepped = False  # since it was made, or loaded
+        self._refusals: list[Callable[[], None]] = []  # of the gradients before a load
 
     def wait(self) -> None:
         """Waits for the steps under way.
@@ -194,7 +208,6 @@ class OverlappedSteps(PlainSteps):
         params = [(number, one) for number, group in enumerate(optimizer.param_groups) for one in group["params"]]
         self._twins = {id(one): self._twins[id(one)] for _, one in params if id(one) in self._twins}
         self._start(optimizer, [(number, one) for number, one in params if id(one) not in stepped])
-        self._has_stepped = True
         self._hidden = [group["params"] for group in optimizer.param_groups]
         lent.add(optimizer)
         for group in optimizer.param_groups:
@@ -214,8 +227,11 @@ class OverlappedSteps(PlainSteps):
     def forget_joined(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
         """Load state dict pre-hook: no job writes to the state that is loaded, and the next step checks it."""
         self.wait()
-        self._give_gradients_back()
-        self._has_stepped = False
+        super().forget_joined(optimizer, state_dict)
+        stepped = [one for one in self._give_gradients_back()[0] if one.job is not None]
+        self._refusals = [one.refuse for one in stepped]
+        for one in stepped:  # no step with the state that is loaded may use them again
+            make_wait(one.gradients, one.refuse)
 
     def place(self, optimizer: torch.optim.Optimizer) -> None:
         """Moves shards to the tier if they are to lie there: before the first step, and after a load."""
@@ -246,7 +262,7 @@ class OverlappedSteps(PlainSteps):
         if not self._taken_ids.isdisjoint(map(id, params)):
             refuse()
         jobs: list[Job] = []
-        if self._has_stepped:
+        if isinstance(optimizer.state, WaitingState):
             jobs = self._start(optimizer, [(self._numbers[id(one)], one) for one in params], in_backward=True)
         for job in jobs:
             self._taken.append(_Taken([cast(DTensor, twin.parameter.grad) for twin in job.twins], refuse, job))
@@ -266,6 +282,10 @@ class OverlappedSteps(PlainSteps):
 
     def _end_backward(self, optimizer: torch.optim.Optimizer) -> set[int]:
         """The ids of parameters that backward has stepped on: readers of their gradients only wait from now on."""
+        for gradients, refuse, job in self._taken:
+            now = gradients if job is None else [twin.parameter.grad for twin in job.twins]
+            if any(map(is_not, now, gradients)):
+                refuse()
         taken, stepped = self._give_gradients_back()
         for gradients, _, job in taken:
             if job in self._jobs:
@@ -282,9 +302,9 @@ class OverlappedSteps(PlainSteps):
         self, optimizer: torch.optim.Optimizer, params: list[tuple[int, torch.Tensor]], *, in_backward: bool = False
     ) -> list[Job]:
         """Starts the jobs, those that run at once last: if one of them fails, nothing is left to be started."""
-        if not isinstance(optimizer.state, WaitingState):  # a load replaces it
-            optimizer.state = WaitingState(self.wait, optimizer.state)
         jobs = self._make_jobs(optimizer, params)
+        if not isinstance(optimizer.state, WaitingState):
+            optimizer.state = WaitingState(self.wait, optimizer.state)
         threads = torch.get_num_threads()
         at_once = [job for job in jobs if job.runs_at_once]
         jobs = [job for job in jobs if not job.runs_at_once]
@@ -294,8 +314,7 @@ class OverlappedSteps(PlainSteps):
         if self._tier is not None:
             _refuse_devices(jobs)
         for job in jobs:
-            job.tier = self._tier
-        for job in jobs:
+            job.tier, job.state_of_optimizer = self._tier, optimizer.state
             job.wait, job.before_gather = partial(self._wait_for, job), partial(self._before_gather, job)
             self._jobs[job] = None
             if job.group is not None:
@@ -350,7 +369,7 @@ class OverlappedSteps(PlainSteps):
                 twin.plain.grad = gradient
                 job = job_of(owner, twin.local.device)
                 state = dict.setdefault(optimizer.state, parameter, {})
-                if not self._has_stepped:
+                if not isinstance(optimizer.state, WaitingState):  # before the first step, and after a load
                     twin.cut_whole_state(optimizer, state)
                 job.state[twin.plain] = twin.lend_state(optimizer, state)
                 job.twins.append(twin)
@@ -360,6 +379,12 @@ class OverlappedSteps(PlainSteps):
                 job.state[parameter] = dict.setdefault(optimizer.state, parameter, {})
                 job.plain.append(parameter)
                 job.params[number].append(parameter)
+        if getattr(getattr(optimizer, "mng", None), "index2config", None):
+            raise RuntimeError(
+                "bitsandbytes' register_parameters has noted settings by the places of parameters in the optimizer, "
+                "and overlap_step steps on some of them at a time; leave the call out: override_config alone is enough"
+            )
+        carry_overrides(optimizer, ((twin.parameter, twin.plain) for job in jobs.values() for twin in job.twins))
         groups = dict.fromkeys(_in_order_of_use(group for group, _ in jobs)) if len(jobs) > 1 else {}
         places: dict[FSDPParamGroup | None, int] = {group: place for place, group in enumerate(groups)}
         return sorted(jobs.values(), key=lambda job: places.get(job.group, len(places)))
@@ -375,10 +400,10 @@ def _on_delivery(reference: weakref.ReferenceType[torch.optim.Optimizer], params
 def _refuse_gradients(fqn: str) -> NoReturn:
     """Raises RuntimeError: Note [Steps in backward]."""
     raise RuntimeError(
-        f"the gradient of parameter '{fqn}' is needed before optimizer.step(), but overlap_step with when='backward' "
-        "steps with it when it is first reduced: clipping, a GradScaler and further sums come too late. Restore the "
-        "last checkpoint and call overlap_step without when; to accumulate, reduce the last micro-batch only "
-        "(set_requires_gradient_sync)"
+        f"the gradient of parameter '{fqn}' is used or dropped before optimizer.step(), but overlap_step with "
+        "when='backward' steps with it when it is first reduced: clipping, a GradScaler, further sums and new state "
+        "come too late. Restore the last checkpoint and call overlap_step without when; to accumulate, reduce the last "
+        "micro-batch only (set_requires_gradient_sync)"
     )
 
 
@@ -397,6 +422,7 @@ class Job:
         params: the tensors to step on, by the number of the optimizer's parameter group.
         twins, plain: these tensors with the parameters that they stand for, and those that stand for themselves.
         state: their state.
+        state_of_optimizer: what takes it over at the end.
         tier: where its state lies, None for memory.
         waiting: the DTensors whose readers wait.
         wait: the function that they call; the next gather of the group calls `before_gather`.
@@ -405,6 +431,7 @@ class Job:
 
     tier: FileTier | None = None
 
+    state_of_optimizer: dict[Any, dict[str, Any]]
     wait: Callable[[], None]
     before_gather: Callable[[], None]
     future: Future[None]
@@ -417,7 +444,6 @@ class Job:
         self.twins: list[Twin] = []
         self.plain: list[torch.Tensor] = []
         self.state: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
-        self.state_of_optimizer = optimizer.state
         self.waiting: list[DTensor] = []
         self._optimizer = object.__new__(type(optimizer))
         self._optimizer.__dict__.update(optimizer.__dict__)  # also the scale that a GradScaler has put there
