@@ -119,7 +119,7 @@ class WeightSender(Peer):
         self._free = Buckets(self._bucket)
         self._last: Sending | None = None
         self._copies: Source = {}  # of `async_op` or `delta`, whose memory serves again
-        self._round: int | None = None  # in which they were sent
+        self._round = 0  # in which they were sent; 0: in none
         self._background = ThreadPoolExecutor(1, "shardkit weights")
         if self.rank == 0:
             try:
@@ -157,7 +157,7 @@ class WeightSender(Peer):
         if any(one.tensor.is_cuda for parts in source.values() for one in parts):
             torch.cuda.synchronize()  # other threads pack, on streams of their own
         offered = _Version(version, source, self._round)
-        self._round = None
+        self._round = 0
         if async_op or self._delta:
             changed = offered.changed if self._delta else None
             offered.source = self._copies = _snapshot(held, source, self._copies, changed)
@@ -236,7 +236,7 @@ class WeightSender(Peer):
             while True:
                 ask = await outlet.asked()
                 version = self._serving
-                if version is None or version.number != ask["version"]:
+                if version is None or version.number != ask["version"] or ask["round"] <= version.base:
                     return  # of a round that is over
                 version.outlets[outlet] = outlet.nbytes
                 self._round = ask["round"]
@@ -259,9 +259,11 @@ class WeightSender(Peer):
         """The message and the bytes of a bucket, or of its changes if the receiver has the version before."""
         offset, nbytes, pieces = runs[number]
         message: Message = {"at": offset, "nbytes": nbytes}
-        if base and base == version.base and (found := changes(pieces, version.source, version.changed)) is not None:
-            message["changes"], data = found
-            return message, data
+        if version.base and base == version.base:
+            found = changes(pieces, version.source, version.changed, turn=version.base)
+            if found is not None:
+                message["changes"], data = found
+                return message, data
         device = version.source[pieces[0].name][0].tensor.device
         if outlet.segment is not None and device.type == "cpu":
             pack(pieces, version.source, outlet.segment.part(offset, nbytes))
@@ -278,14 +280,14 @@ class _Version:
     """A version that receivers can ask for.
 
     Attributes:
-        base: the round in which the version before was sent.
+        base: the round in which the version before was sent; 0: in none.
         changed: where this one differs from that; with `delta`, and of tensors that both have.
         outlets: what they had sent before it.
     """
 
     number: int
     source: Source
-    base: int | None
+    base: int
     changed: Changed = field(default_factory=dict)
     outlets: dict[Outlet, int] = field(default_factory=dict)
 
