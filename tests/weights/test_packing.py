@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from shardkit.weights.boxes import Held, Wanted
+from shardkit.weights.boxes import Held, Wanted, name_of
 from shardkit.weights.packing import Values, describe, pack, unpack
 from shardkit.weights.plan import Provided, buckets, plan
 from tests.weights.layouts import boxes, layouts, slices
@@ -28,7 +28,7 @@ def test_values_are_equal_over_any_two_layouts(there, here, dtype, limit):
     if getattr(other[0], "dim", 0) >= len(shape):
         return
     for mine in boxes(shape, other, ranks[: len(other)]):
-        wants = [Wanted(name, box, None) for name in full for box in mine]
+        wants = [Wanted(name, box, None, name_of(full[name].dtype)) for name in full for box in mine]
         views = [Values(one.box, torch.zeros_like(full[one.name][slices(one.box)])) for one in wants]
         for rank, pieces in plan(Provided(senders), wants, bucket=limit).items():
             for _, nbytes, run in buckets(pieces, limit):
