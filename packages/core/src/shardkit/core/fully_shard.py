@@ -37,6 +37,7 @@ from shardkit.core.parameters.collect import (
 )
 from shardkit.core.parameters.gradient_hooks import move_gradient_hooks
 from shardkit.core.parameters.param import FSDPParam, Slot
+from shardkit.core.parameters.placements import Owned
 from shardkit.core.policies import (
     CompressionPolicy,
     CPUOffloadPolicy,
@@ -205,8 +206,9 @@ def _placed(
         mesh = mesh_of_parameter(one, chosen, default)
         by_mesh.setdefault(mesh, []).append((one, placement_of(one, chosen)))
     for mesh, parameters in by_mesh.items():
-        ones, placements = zip(*parameters, strict=True)
-        by_mesh[mesh] = list(zip(ones, with_owners(ones, placements, mesh), strict=True))
+        if any(isinstance(placement, Owned) for _, placement in parameters):
+            ones, placements = zip(*parameters, strict=True)
+            by_mesh[mesh] = list(zip(ones, with_owners(ones, placements, mesh), strict=True))
     return by_mesh
 
 
