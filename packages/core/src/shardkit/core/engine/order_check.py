@@ -25,10 +25,10 @@ _SHOWN = 8
 
 
 def wanted_checks() -> tuple[bool, int | None]:
-    """What SHARDKIT_DEBUG requests: the check of the order, and a number of forwards between comparisons of replicas.
+    """The checks in SHARDKIT_DEBUG: whether that of the order, and after how many forwards replicas are compared again.
 
     Its words, joined by commas, are "order", and "replicas" for a comparison in each forward, or "replicas=100". The
-    number is None for one in the first forward alone.
+    number is None if only the first forward compares them.
     """
     words = os.environ.get("SHARDKIT_DEBUG", "").split(",")
     for word in words:
