@@ -11,7 +11,7 @@ from tests.gpu.publish import BEGIN, END
 from tests.packaging.workspace import ROOT
 
 # How-to pages that take some seconds.
-QUICK = ("estimate", "hang", "mixed-precision", "offload", "plan", "profile", "trainers")
+QUICK = ("estimate", "hang", "mixed-precision", "offload", "trainers")
 
 
 def _name(page: Path) -> str:

@@ -10,7 +10,6 @@ from tests.packaging.workspace import ROOT
 sys.path.insert(0, str(ROOT / "website"))
 
 import error_index
-import error_remedies
 
 
 def index() -> error_index.Index:
@@ -73,42 +72,6 @@ def _last_name(func: ast.expr) -> str:
     return ast.unparse(func).rsplit(".", 1)[-1]
 
 
-@pytest.mark.parametrize(
-    ("message", "cause", "remedy"),
-    [
-        ("'{fqn}' is plain; redistribute it first", "'{fqn}' is plain", "Redistribute it first."),
-        ("it is gone: it ended. To go on, use a clone", "it is gone: it ended.", "To go on, use a clone."),
-        ("ranks differ:\n{lines}\nbuild it on all", "ranks differ: {lines}", "Build it on all."),
-        ("the order differs; all ranks must run it", "the order differs", "All ranks must run it."),
-        ("two dtypes; are these of one checkpoint?", "two dtypes", "Check: are these of one checkpoint?"),
-        ("call of {name}: set-up failed", "call of {name}: set-up failed", None),
-    ],
-)
-def test_a_message_is_split_into_cause_and_remedy(message: str, cause: str, remedy: str | None):
-    assert error_remedies.split(message) == error_remedies.Parts(cause, remedy)
-
-
-@pytest.mark.parametrize(
-    ("message", "remedy"),
-    [
-        ("x must be an int, got {x}", "Give an int."),
-        ("{x} is {kind}; expected one of {join}", "Give one of {join}."),
-        ("{path} cannot be read: {error}", error_remedies.ANOTHER),
-        ("{x} must divide {y}", None),
-        ("x must not be a module, got {x}", None),
-    ],
-)
-def test_a_message_without_an_instruction_implies_a_remedy(message: str, remedy: str | None):
-    assert error_remedies.split(message) == error_remedies.Parts(message, None)
-    assert error_remedies.implied(message) == remedy
-
-
-def test_a_class_of_errors_has_a_remedy_for_all():
-    docstring = "Bad files.\n\nRemedy: copy them\nagain.\n\nMore."
-    assert error_remedies.remedy_of_class(docstring) == "Copy them again."
-    assert error_remedies.remedy_of_class("Bad files.") is None
-
-
 def test_the_page_has_errors_of_every_package():
     page = error_index.page(ROOT)
     for package in ("core", "tp_adapter", "legacy_fsdp_compat", "tools"):
@@ -116,12 +79,3 @@ def test_the_page_has_errors_of_every_package():
     rows = [line for line in page.splitlines() if line.startswith("| ") and not line.startswith("| error |")]
     assert len(rows) > 500
     assert [row for row in rows if "|  |" in row] == []
-
-
-def test_a_cell_keeps_its_text():
-    """Braces at the end of a cell would set attributes of it, and not be shown."""
-    assert error_index._cell("got {text}") == r"got \{text\}"
-    assert error_index._cell("mesh[...] (a|b)") == r"mesh\[...] (a\|b)"
-    assert error_index._cell("use_local_output={use_local_output}").count("<wbr>") == 4
-    assert error_index._name("DamagedCheckpointError") == "Damaged<wbr>Checkpoint<wbr>Error"
-    assert error_index._name("File._read_all") == r"File.<wbr>\_read\_<wbr>all"

@@ -88,11 +88,6 @@ def test_communication_hides_behind_computation():
     assert line.compute_by_fqn == {"a": 1}
 
 
-def test_two_gathers_share_a_lane():
-    steps = trace(gather(100, about=1), gather(100, about=2), Awaited(1, "", ""), Awaited(2, "", ""))
-    assert replay(steps, MACHINE, Roofline(MACHINE)).step == 12
-
-
 def test_shared_memory_is_copied_by_the_rank_itself():
     machine = MACHINE.replace(device="cpu", transport="shared")
     steps = trace(gather(100, about=1), Ran(operator(1000, 0), "a", "f"), Awaited(1, "b", "f"))

@@ -18,12 +18,9 @@ from shardkit.tools.planning import search
 from shardkit.tools.planning.code import code_of
 from shardkit.tools.planning.configurations import accelerate_of, torchtitan_of
 from shardkit.tools.planning.search import (
-    Candidate,
     NothingFits,
     Proposal,
-    meshes,
     propose,
-    tensor_parallel_meshes,
 )
 from shardkit.tools.quantities import parse_quantity
 from tests.support import run_ranks
@@ -274,16 +271,6 @@ def test_heads_that_cannot_be_shared_evenly_are_refused():
     assert found and any(text.startswith("gave up ") for text in told)
 
 
-def test_ranks_that_share_samples_do_not_count_twice():
-    candidate = Candidate((("dp_replicate", 2), ("dp_shard", 4), ("tp", 2)), JOB.policies, 1)
-    assert candidate.samplers == 8
-    machine = MACHINE.replace(ranks_per_host=4)
-    assert tensor_parallel_meshes(8, machine) == [(("dp_shard", 4), ("tp", 2)), (("dp_shard", 2), ("tp", 4))]
-    assert tensor_parallel_meshes(16, MACHINE.replace(ranks_per_host=8))[-1] == (("dp_shard", 2), ("tp", 8))
-    assert [axes[1][1] for axes in tensor_parallel_meshes(12, MACHINE.replace(ranks_per_host=4))] == [2, 4]
-    assert [axes[1][1] for axes in tensor_parallel_meshes(6, MACHINE.replace(ranks_per_host=6))] == [2]
-
-
 def test_when_nothing_fits_the_closest_is_told(ample: list[Proposal]):
     least = min(proposal.estimate.reserved_bytes for proposal in ample)
     with pytest.raises(
@@ -314,16 +301,6 @@ def test_without_the_adapter_tensor_parallelism_is_left_out(monkeypatch: pytest.
 def test_a_factory_that_asks_for_the_mesh_cannot_be_planned():
     with pytest.raises(EstimateError, match="must not ask for the mesh"):
         propose(TrainingJob(two_dimensions, token_ids), 2, MACHINE, MACHINE.memory)
-
-
-def test_meshes_shard_over_hosts_with_replicas():
-    machine = MACHINE.replace(ranks_per_host=8)
-    assert meshes(8, machine) == [(("dp_shard", 8),)]
-    assert meshes(64, machine) == [
-        (("dp_shard", 64),),
-        (("dp_replicate", 2), ("dp_shard", 32)),
-        (("dp_replicate", 8), ("dp_shard", 8)),
-    ]
 
 
 class Stack(nn.Sequential):

@@ -38,8 +38,10 @@ def test_two_reports_are_compared_and_limits_decide(
     assert main(["report", reports[1], reports[0], "--fail-on", "peak_memory>+5%"]) == 0
 
 
-def test_the_page_the_trace_and_the_estimate_are_written(reports: tuple[str, str], tmp_path: Path) -> None:
-    estimate = tmp_path / "estimate.json"
+def test_the_page_the_trace_and_an_estimate_beside_the_figures(
+    reports: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = {"fqn": "", "phase": "forward", "bytes": 9}
     predicted = {
         "kind": "estimate",
         "schema": 1,
@@ -47,29 +49,12 @@ def test_the_page_the_trace_and_the_estimate_are_written(reports: tuple[str, str
         "reserved_bytes": 5000,
         "machine": {"device": "cpu", "process_bytes": 1000},
         "traffic": [
-            {
-                "collective": "all-gather",
-                "of_core": True,
-                "calls": 2,
-                "inside": 5,
-                "between": 7,
-                "fqn": "",
-                "phase": "forward",
-                "bytes": 9,
-            },
-            {
-                "collective": "all-reduce",
-                "of_core": False,
-                "calls": 1,
-                "inside": 1,
-                "between": 1,
-                "fqn": "",
-                "phase": "forward",
-                "bytes": 9,
-            },
+            {**row, "collective": "all-gather", "of_core": True, "calls": 2, "inside": 5, "between": 7},
+            {**row, "collective": "all-reduce", "of_core": False, "calls": 1, "inside": 1, "between": 1},
         ],
         "timeline": {"step": 0.5, "exposed": 0.1},
     }
+    estimate = tmp_path / "estimate.json"
     estimate.write_text(json.dumps(predicted))
     outputs = [tmp_path / name for name in ("page.html", "trace.json", "both.json")]
     flags = ["--html", str(outputs[0]), "--trace", str(outputs[1]), "--json", str(outputs[2])]
@@ -78,14 +63,8 @@ def test_the_page_the_trace_and_the_estimate_are_written(reports: tuple[str, str
     assert found is not None
     assert (found.peak_memory, found.wire_bytes, found.collectives, found.step_time) == (990, 12, 2, 0.5)
     assert all(path.stat().st_size > 1000 for path in outputs)
-
-
-def test_predicted_and_measured_stand_side_by_side(
-    reports: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    test_the_page_the_trace_and_the_estimate_are_written(reports, tmp_path)
     capsys.readouterr()
-    assert main(["report", str(tmp_path / "both.json")]) == 0
+    assert main(["report", str(outputs[2])]) == 0
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("peak_memory") and "%" in line)
     assert line.split() == ["peak_memory", "990", "B", "1000", "B", "-1.0%"]
 

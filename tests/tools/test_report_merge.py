@@ -50,14 +50,6 @@ def test_bandwidth_counts_from_the_last_arrival_and_needs_an_end_that_was_seen()
     assert one.algorithm_bandwidth is None
 
 
-def test_the_bus_carries_an_all_reduce_twice() -> None:
-    reductions = [operation(kind="all-reduce", end=0.010)]
-    records = [record(rank(number, reductions), 4) for number in range(4)]
-    (one,) = merge(records).collectives
-    assert one.algorithm_bandwidth is not None
-    assert one.bus_bandwidth == pytest.approx(one.algorithm_bandwidth * 2 * 3 / 4)
-
-
 def test_groups_are_matched_by_their_ranks_and_not_by_their_place() -> None:
     shard, other = Group("1", [0, 1]), Group("2", [0])
     first = record(rank(0, [operation(group=1)]), groups=[other, shard])

@@ -3,6 +3,7 @@
 Chromium is found on the path. CI installs it; without it these tests are skipped, and say so.
 """
 
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from shardkit.tools.report.merge import merge
-from shardkit.tools.report.page import page_html
+from shardkit.tools.report.page import page_html, trace_json
 from shardkit.tools.report.schema import Estimate, Report
 from tests.tools.browser import NAMES, Page, browser, installed
 from tests.tools.synthetic import MIB, operation, rank, record
@@ -191,3 +192,20 @@ def test_a_phone_can_show_it(path: Path, chromium: Page) -> None:
     assert chromium.evaluate("document.querySelector('#memory canvas').clientWidth") <= 360
     assert ink(chromium, "memory") > 2000
     assert chromium.errors == []
+
+
+# -- the trace ---------------------------------------------------------------------------------------------------------
+
+
+def test_slices_have_names_and_lengths_and_ranks_are_processes() -> None:
+    trace = json.loads(trace_json(merge([record(rank(0)), record(rank(1))])))
+    slices = [one for one in trace["traceEvents"] if one["ph"] == "X"]
+    assert {one["pid"] for one in slices} == {0, 1}
+    gathers = [one for one in slices if one["cat"] == "all-gather"]
+    assert [one["dur"] for one in gathers] == pytest.approx([10_000.0] * 4)
+    assert {one["name"] for one in gathers} == {"blocks.0 (forward)"}
+    assert {one["name"] for one in slices if one["cat"] == "waiting"} == {"blocks.0 waits for all-gather of blocks.0"}
+    threads = {(one["pid"], one["tid"]) for one in trace["traceEvents"] if one["name"] == "thread_name"}
+    assert {(one["pid"], one["tid"]) for one in slices} <= threads
+    counters = [one for one in trace["traceEvents"] if one["ph"] == "C"]
+    assert {one["name"] for one in counters} == {"memory: sharded_parameters", "memory: communication"}

@@ -1,7 +1,5 @@
 """Output of commands into a pipe: every row of a table, and every sentence, is on one line at its full width."""
 
-import subprocess
-import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,6 +9,7 @@ import torch
 from torch import nn
 
 from shardkit.tools import TrainingJob
+from shardkit.tools.command import main
 from shardkit.tools.report.files import write_report
 from shardkit.tools.report.merge import merge
 from tests.tools.synthetic import STEPS, operation, rank, record
@@ -32,7 +31,7 @@ class Wrapped(nn.Module):
 JOB = TrainingJob(Wrapped, partial(torch.ones, 2, 8))
 _JOB = f"{__name__}:JOB"
 _ESTIMATE = f"estimate {_JOB} --wrap Linear --json estimate.json"
-_PLAN = f"plan {_JOB} --wrap Linear --world-size 16"
+_PLAN = f"plan {_JOB} --wrap Linear --world-size 16 --most-micro-batch 2"
 
 # By command, parts of one row or sentence in their order.
 ROWS = {
@@ -40,7 +39,7 @@ ROWS = {
         ["all-gather", f"layers.{LONG}", "backward", "1", " B"],
         ["note: operators are those that torch runs on a CPU;", "may save other tensors"],
     ],
-    _PLAN: [["dp_replicate 2 x dp_shard 8, micro-batch 16, prefetch 1, keep, recompute  2.0 GiB", "ms", "us"]],
+    _PLAN: [["dp_replicate 2 x dp_shard 8, micro-batch 2, prefetch 1, keep, recompute  2.0 GiB", "us"]],
     "report report.json": [
         [LONG, "all-gather, forward", "10.0 ms", "GB/s"],
         ["profiler_overhead", "the time that recording took, as a share of the recorded time"],
@@ -55,38 +54,28 @@ ROWS = {
 }
 
 
-@pytest.fixture(scope="module")
-def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """The lines that each command writes into a pipe."""
-    directory = tmp_path_factory.mktemp("piped")
+def holds(line: str, parts: list[str]) -> bool:
+    """Whether the parts stand in a line, in their order."""
+    place = 0
+    for part in parts:
+        place = line.find(part, place)
+        if place < 0:
+            return False
+        place += len(part)
+    return True
+
+
+def test_each_row_is_one_line_where_there_is_no_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     waits = [operation(fqn=LONG, step=step, number=step, start=step / 10) for step in range(STEPS)]
     waits = [replace(one, end=one.start + one.exposed) for one in waits]
     ranks = [rank(number, waits, capacity=1 << 40) for number in (0, 1)]
     ranks = [replace(one, memory=replace(one.memory, peak_module=LONG)) for one in ranks]
-    write_report(merge([record(one) for one in ranks]), directory / "report.json")
-    commands = [command.split() for command in ROWS]
-    code = f"""if True:
-        import os, sys
-        sys.path.insert(0, {str(Path.cwd())!r})
-        from shardkit.tools.command import main
-        os.chdir({str(directory)!r})
-        for words in {commands}:
-            assert main(words) == 0
-            print(chr(0))
-    """
-    out = subprocess.run([sys.executable, "-c", code], text=True, stdout=subprocess.PIPE, check=True).stdout
-    return dict(zip(ROWS, (part.splitlines() for part in out.split("\0")), strict=False))
-
-
-@pytest.mark.parametrize(("command", "parts"), [(command, parts) for command in ROWS for parts in ROWS[command]])
-def test_each_row_is_one_line_over_a_pipe(printed: dict[str, list[str]], command: str, parts: list[str]) -> None:
-    def holds(line: str) -> bool:
-        place = 0
-        for part in parts:
-            place = line.find(part, place)
-            if place < 0:
-                return False
-            place += len(part)
-        return True
-
-    assert any(holds(line) for line in printed[command]), "\n".join(printed[command])
+    write_report(merge([record(one) for one in ranks]), tmp_path / "report.json")
+    monkeypatch.chdir(tmp_path)
+    for command, rows in ROWS.items():
+        assert main(command.split()) == 0
+        lines = capsys.readouterr().out.splitlines()
+        for parts in rows:
+            assert any(holds(line, parts) for line in lines), (command, parts, lines)
