@@ -266,21 +266,9 @@ def replicas_first(world_size: int) -> Any:
     return fully_shard(model)
 
 
-def expert_beside_replicas(world_size: int) -> Any:
-    model, mesh = Layers(), rank_mesh((2, world_size // 2), ("replicate", "shard"))
-    fully_shard(model.up, mesh=mesh["shard"])
-    return fully_shard(model, mesh=mesh)
-
-
-@pytest.mark.parametrize(
-    ("build", "world_size", "options"),
-    [(replicas_first, 2, {"fused": True}), (expert_beside_replicas, 4, {"foreach": True})],
-)
-def test_grad_scaler_looks_at_all_ranks(build: Any, world_size: int, options: dict[str, bool]):
+def test_grad_scaler_looks_at_all_ranks():
     """At more than those over which the first gradient is sharded, as torch's does."""
-    from shardkit.legacy_fsdp_compat import ShardedGradScaler
-
-    run_ranks(world_size, finds_an_overflow, build, ShardedGradScaler, options)
+    run_ranks(2, finds_an_overflow, replicas_first, api(OURS).ShardedGradScaler, {"fused": True})
 
 
 class Scaled(nn.Module):
@@ -498,26 +486,6 @@ def test_another_order_of_execution_is_reported(rank: int, world_size: int) -> N
         dist.set_debug_level(dist.DebugLevel.OFF)
 
 
-@on_ranks(2)
-def test_casts_and_loads_by_assignment(rank: int, world_size: int) -> None:
-    """Operations that replace parameters without FSDP: a cast, a load by assignment."""
-    names = api(OURS)
-    model = wrap(OURS, Setting())
-    train(model, sgd(model), rank, range(1))
-    model.double()
-    with names.FSDP.summon_full_params(model):
-        assert model.inp.weight.dtype == torch.float64
-    assert model(batch(rank, 0)[0].double()).dtype == torch.float64
-    with names.FSDP.state_dict_type(model, names.StateDictType.SHARDED_STATE_DICT):
-        state = model.state_dict()
-        model.load_state_dict(state, assign=True)
-    optimizer = torch.optim.Adam(model.parameters())
-    model(batch(rank, 0)[0].double()).sum().backward()
-    optimizer.step()
-    full = names.FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
-    assert full["state"]["inp.weight"]["exp_avg"].dtype == torch.float64
-
-
 # -- ties, calls inside contexts, groups that come and go --------------------------------------------------------------
 
 
@@ -589,20 +557,6 @@ def test_calls_inside_summon_full_params(rank: int, world_size: int) -> None:
                 model.load_state_dict(build().state_dict())
             seen[engine] = train(model, sgd(model), rank, range(2))
         torch.testing.assert_close(seen[OURS], seen[STOCK], **TOLERANCE)
-
-
-@on_ranks(2)
-def test_grad_scaler_with_sparse_gradients(rank: int, world_size: int) -> None:
-    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as StockScaler
-
-    from shardkit.legacy_fsdp_compat import ShardedGradScaler
-
-    for scaler in (StockScaler, ShardedGradScaler):
-        model = nn.Embedding(5, 3, sparse=True)
-        optimizer, grad_scaler = sgd(model), scaler("cpu", init_scale=1024.0)
-        grad_scaler.scale(model(torch.tensor([1, 1, 2])).sum()).backward()
-        grad_scaler.unscale_(optimizer)
-        assert model.weight.grad.to_dense().max() == 2.0
 
 
 @on_ranks(2)

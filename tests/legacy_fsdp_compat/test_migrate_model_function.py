@@ -55,10 +55,6 @@ def fails() -> nn.Module:
     raise OSError("no such file:\n  'vocabulary.txt'")
 
 
-def leaves() -> nn.Module:
-    raise SystemExit(2)
-
-
 def needs_arguments(config: object) -> nn.Module:
     raise NotImplementedError(config)
 
@@ -103,7 +99,6 @@ NOT_A_FUNCTION, A_MODULE = 5, Net()
     ("name", "message"),
     [
         ("fails", r"raised OSError in line \d+ of .*_model_function.py: no such file: 'vocabulary.txt'; it is called"),
-        ("leaves", r"raised SystemExit in line \d+ of .*: 2; it is called without arguments"),
         ("needs_arguments", "raised TypeError: .*missing 1 required positional argument: 'config'; it is called"),
         ("needs_values", "cannot be called on meta tensors; it is called without arguments on the meta device"),
         ("returns_nothing", "returned something of type NoneType, expected a torch.nn.Module, or a pair"),
@@ -120,41 +115,6 @@ NOT_A_FUNCTION, A_MODULE = 5, Net()
 )
 def test_functions(name: str, message: str, local_files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     status, said = converted(local_files, tmp_path / "out", f"{__name__}:{name}", "dcp", capsys)
-    assert status == 2
-    assert re.search(f"^error: .*{message}", said), said
-
-
-@pytest.mark.parametrize(
-    ("module", "message"),
-    [
-        (
-            "no_such_module:build",
-            "raised ModuleNotFoundError: No module named 'no_such_module'; expected a module that",
-        ),
-        (".relative:build", "raised TypeError: .* relative import"),
-        ("broken:build", r"raised SyntaxError: .*broken.py, line 1"),
-        ("sys:build", "--model sys:build: the module sys has no 'build', expected a function"),
-        ("namespace:build", "--model namespace:build: the module namespace has no 'build', expected a function"),
-        ("of_a_user:build", r"raised ValueError in line 2 of .*/shardkit/of_a_user.py: no; it is called"),
-        ("no_function:", "--model no_function: is not MODULE:FUNCTION"),
-    ],
-)
-def test_modules(
-    module: str,
-    message: str,
-    local_files: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-):
-    (tmp_path / "broken.py").write_text("def build(:\n")
-    (tmp_path / "namespace").mkdir()
-    theirs = tmp_path / "shardkit"  # as a directory of a user may be called
-    theirs.mkdir()
-    (theirs / "of_a_user.py").write_text("def build():\n    raise ValueError('no')\n")
-    monkeypatch.syspath_prepend(theirs)
-    monkeypatch.syspath_prepend(tmp_path)
-    status, said = converted(local_files, tmp_path / "out", module, "dcp", capsys)
     assert status == 2
     assert re.search(f"^error: .*{message}", said), said
 

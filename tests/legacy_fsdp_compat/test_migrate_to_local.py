@@ -370,23 +370,3 @@ def test_two_models_and_other_values(use_orig_params: bool, tmp_path: Path):
             stored = back.tensors[base, name]
             assert torch.equal(stored.read(0, stored.numel).view(stored.shape), expected), (base, name)
     assert {"rank0.pt", "rank1.pt", "migration.json"} == {path.name for path in (tmp_path / "out").iterdir()}
-
-
-@pytest.mark.parametrize("param_dtype", [None, "bfloat16"])
-def test_alignment_shows_in_where_pieces_lie(param_dtype: str | None, tmp_path: Path):
-    """Over five ranks both alignments give every rank as much of each parameter, but "b" lies at 20 or at 24."""
-    torch.save({"w": torch.ones(20), "b": torch.ones(1)}, tmp_path / "full.pt")
-    written = Wrapping({"w": (20,), "b": (1,)}, {"": (param_dtype,)}, frozenset(), use_orig_params=True)
-    convert(open_checkpoint(tmp_path / "full.pt"), tmp_path / "out", "local", ranks=LocalRanks(5, written))
-    found = open_checkpoint(tmp_path / "out", written.shapes).config
-    assert found is not None
-    assert found["units"] == {"": "bfloat16" if param_dtype else [None, "float64"]}
-
-
-def test_the_order_of_keys():
-    """Stock's hooks run from the inside out; a flat parameter itself is the first of its module's."""
-    units, shapes = {"": (None,), "b": (None,)}, {"a.w": (3,), "b.w": (3,), "b.s": (1,)}
-    flat = Wrapping(shapes, units, frozenset({"b.s"}), use_orig_params=False)
-    assert [key for key, _ in flat.entries()] == ["_flat_param", "b._flat_param", "b.s"]
-    apart = Wrapping(shapes, units, frozenset({"b.s"}), use_orig_params=True)
-    assert [key for key, _ in apart.entries()] == ["a.w", "b.w", "b.s", "b._flat_param", "_flat_param"]

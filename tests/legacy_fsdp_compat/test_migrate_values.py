@@ -2,12 +2,13 @@
 
 import dataclasses
 import fcntl
+import io
 import json
 import os
 import pickle
 import subprocess
 import sys
-from collections import Counter
+from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,14 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed._shard.sharded_tensor.metadata import MEM_FORMAT_ENCODING
 
 from shardkit.core.checkpoint import stored
 from shardkit.core.checkpoint.leaves import name_of
+from shardkit.core.checkpoint.torch_files import load_torch_bytes
 from shardkit.legacy_fsdp_compat.migrate import CheckpointError, convert, open_checkpoint, shapes_of_file
 from shardkit.legacy_fsdp_compat.migrate.command import main
+from shardkit.legacy_fsdp_compat.migrate.rank_files import ALLOWED
 from shardkit.legacy_fsdp_compat.torch_compat import PickledShards
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -237,6 +241,35 @@ def test_what_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     left = open_checkpoint(tmp_path / "out")
     assert {name_of(path) for path in (*left.tensors, *left.objects)} == {"model.a", "model.ab", "extra.seen"}
     assert "'o', which is to be left out" in refused(capsys, tmp_path / "full.pt", tmp_path / "2", "--without", "o")
+
+
+class Reduced:
+    """Pickled as one call."""
+
+    def __init__(self, *call: Any) -> None:
+        self.call = call
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        function, *args = self.call
+        return function, tuple(args)
+
+
+def _read(value: Any) -> Any:
+    file = io.BytesIO()
+    torch.save({"value": value}, file)
+    return load_torch_bytes(file.getvalue(), "file", ALLOWED)["value"]
+
+
+def test_a_member_is_read_by_value_and_by_name():
+    """Of an enumeration in files of ShardedTensors, as every version of Python writes it."""
+    by_value = _read(Reduced(MEM_FORMAT_ENCODING, 0))
+    by_name = _read(Reduced(getattr, MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT"))
+    assert type(by_value) is type(by_name)
+
+
+def test_no_other_attribute_is_read():
+    with pytest.raises(CheckpointError, match=r"getattr\(.*OrderedDict.*'fromkeys'\) is not allowed"):
+        _read(Reduced(getattr, OrderedDict, "fromkeys"))
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------

@@ -6,13 +6,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Replicate
 
 from tests.legacy_fsdp_compat.both import (
     OURS,
     STOCK,
-    Block,
     Setting,
     api,
     assert_same_tensors,
@@ -32,22 +30,6 @@ TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adam(model.parameters(), lr=0.01, eps=1e-3)
-
-
-@pytest.mark.parametrize("use_orig_params", [True, False])
-@on_ranks(2)
-def test_full_state_by_lists_of_parameters(rank: int, world_size: int, use_orig_params: bool) -> None:
-    """Full state that is asked for, and cut, by the parameters that the optimizer was given."""
-    fsdp = api(OURS).FSDP
-    model = wrap(OURS, Setting(use_orig_params=use_orig_params))
-    optimizer = adam(model)
-    train(model, optimizer, rank, range(2))
-    parameters = list(model.parameters())
-    full = fsdp.full_optim_state_dict(model, optimizer, optim_input=parameters, rank0_only=False)
-    assert list(full["state"]) == list(fsdp.full_optim_state_dict(model, optimizer, rank0_only=False)["state"])
-    loaded = fsdp.shard_full_optim_state_dict(full, model, optim_input=parameters)
-    for key, state in optimizer.state_dict()["state"].items():
-        assert torch.equal(loaded["state"][key]["exp_avg"].to_local(), state["exp_avg"].to_local())
 
 
 @on_ranks(2)
@@ -96,95 +78,6 @@ def test_groups_keep_their_hyper_parameters(rank: int, world_size: int) -> None:
     foreign = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
     with pytest.raises(ValueError, match="not in the model"):
         names.FSDP.optim_state_dict(model, foreign)
-
-
-@on_ranks(2)
-def test_loading_in_another_order_on_each_rank(rank: int, world_size: int) -> None:
-    """DTensors that are cut in another way are gathered one by one, in any order of a rank's state dict."""
-    names = api(OURS)
-    mesh = init_device_mesh("cpu", (world_size,))
-    model = wrap(OURS, Setting(), nn.Sequential(nn.Linear(4, 4), Block(5), Block(5)), device_mesh=mesh)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    expected, state = {}, {}
-    for index, (name, parameter) in enumerate(named_parameters(model)):
-        expected[name] = torch.full(parameter.shape, float(index))
-        parts = DTensor.from_local(expected[name] / world_size, mesh, [Partial()])
-        state[name] = {"momentum_buffer": parts}
-    if rank:
-        state = dict(reversed(state.items()))
-    with names.FSDP.state_dict_type(model, names.StateDictType.SHARDED_STATE_DICT):
-        loaded = names.FSDP.optim_state_dict_to_load(model, optimizer, {"state": state})
-    seen = {
-        name: loaded["state"][key]["momentum_buffer"].full_tensor()
-        for key, (name, _) in enumerate(named_parameters(model))
-    }
-    assert_same_tensors(expected, seen, rtol=0, atol=0)
-
-
-class Counting(torch.optim.Optimizer):
-    """State of every kind: per element, 0-dim, a number, None."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                state = self.state[parameter]
-                state["sum"] = state.get("sum", torch.zeros_like(parameter)) + parameter.grad
-                state["scale"], state["step"] = torch.tensor(0.5), torch.tensor(2.0)
-                state["count"] = state.get("count", 0) + 1
-                state["nothing"] = None
-                parameter.sub_(state["sum"], alpha=group["lr"])
-
-
-class WithScalar(nn.Module):
-    """A 0-dim parameter, and one weight in two places with another between them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.between, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
-        self.last.weight = self.first.weight
-        self.gain = nn.Parameter(torch.tensor(2.0))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(torch.tanh(self.between(self.first(x)))) * self.gain
-
-
-@pytest.mark.parametrize("kind", ["FULL", "SHARDED", "LOCAL"])
-@on_ranks(2)
-def test_state_of_every_kind_and_tied_parameters(rank: int, world_size: int, kind: str) -> None:
-    names = api(OURS)
-    torch.manual_seed(0)
-    model = names.FSDP(WithScalar(), use_orig_params=True)
-    optimizer = Counting(model.parameters())
-    for step in range(2):
-        optimizer.zero_grad()
-        model(torch.full((2, 4), 1.0 + rank + step)).sum().backward()
-        optimizer.step()
-    with names.FSDP.state_dict_type(model, names.StateDictType[f"{kind}_STATE_DICT"]):
-        state = names.FSDP.optim_state_dict(model, optimizer)
-        assert set(state["state"]) == {
-            "first.weight",
-            "first.bias",
-            "between.weight",
-            "between.bias",
-            "last.bias",
-            "gain",
-        }
-        one = state["state"]["between.bias"]
-        assert (one["count"], one["nothing"], one["scale"].item()) == (2, None, 0.5)
-        expected = {parameter: dict(values) for parameter, values in optimizer.state.items()}
-        optimizer.state.clear()
-        optimizer.load_state_dict(names.FSDP.optim_state_dict_to_load(model, optimizer, state))
-    for parameter, values in expected.items():
-        loaded = optimizer.state[parameter]
-        assert isinstance(loaded["sum"], DTensor)
-        assert torch.equal(loaded["sum"].to_local(), values["sum"].to_local())
-        assert (loaded["count"], loaded["nothing"]) == (2, None)
-        assert type(loaded["step"]) is torch.Tensor, "a counter of steps is plain, also of a 0-dim parameter"
-    optimizer.step()
 
 
 @on_ranks(2)

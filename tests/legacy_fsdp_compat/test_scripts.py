@@ -1,9 +1,12 @@
 """Things that FSDP1 scripts do and stock lets them do: the same numbers, names and types as with stock."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.distributed.fsdp import sharded_grad_scaler
 from torch.distributed.optim import _NamedOptimizer
 
@@ -11,6 +14,8 @@ from tests.legacy_fsdp_compat.both import (
     CPU,
     OPTIMIZERS,
     OURS,
+    STOCK,
+    Block,
     Setting,
     api,
     assert_same_tensors,
@@ -18,6 +23,7 @@ from tests.legacy_fsdp_compat.both import (
     build,
     loss_of,
     train,
+    whole_gradients,
     whole_state,
     wrap,
 )
@@ -130,3 +136,107 @@ def test_deepcopy_is_refused(rank: int, world_size: int) -> None:
     model = wrap(OURS, Setting())
     with pytest.raises(RuntimeError, match="cannot be deep-copied"):
         copy.deepcopy(model)
+
+
+# -- inputs, wrappings and state dicts ---------------------------------------------------------------------------------
+
+
+class Nested(nn.Module):
+    """Takes and returns dicts and lists; its first input may need a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.block, self.last = nn.Linear(4, 5), Block(3), nn.Linear(5, 1)
+
+    def forward(self, inputs: dict[str, Any], *, scale: list[float]) -> dict[str, list[torch.Tensor]]:
+        hidden = self.block(self.first(inputs["x"][0]))
+        return {"out": [self.last(hidden) * scale[0], hidden]}
+
+
+@on_ranks(2)
+def test_nested_inputs_and_groups_of_parameters(rank: int, world_size: int) -> None:
+    """Without prefetching, with hyper-parameters by kind of parameter, and an input that sometimes needs a gradient."""
+    seen = {}
+    for engine in (STOCK, OURS):
+        torch.manual_seed(0)
+        policy = api(engine).ModuleWrapPolicy({Block})
+        model = wrap(engine, Setting(), Nested(), auto_wrap_policy=policy, backward_prefetch=None)
+        named = dict(model.named_parameters())
+        optimizer = torch.optim.AdamW(
+            [
+                {"params": [p for name, p in named.items() if "bias" in name], "weight_decay": 0.0, "lr": 0.05},
+                {"params": [p for name, p in named.items() if "bias" not in name], "weight_decay": 0.3, "lr": 0.01},
+            ],
+            eps=1e-3,
+        )
+        gradients = []
+        for step in range(3):
+            x = batch(rank, step)[0].requires_grad_(step % 2 == 0)
+            out, hidden = model({"x": [x], "unused": None}, scale=[2.0])["out"]
+            (out.sum() + hidden.square().sum()).backward()
+            gradients.append(torch.zeros_like(x) if x.grad is None else x.grad.clone())
+            optimizer.step()
+            optimizer.zero_grad()
+        seen[engine] = {"gradients": torch.stack(gradients), **whole_state(engine, model)}
+    assert_same_tensors(seen[STOCK], seen[OURS], **TOLERANCE)
+
+
+@on_ranks(2)
+def test_loading_into_another_wrapping(rank: int, world_size: int) -> None:
+    """Full states go from any wrapping into any other, with a frozen parameter among them."""
+    names = api(OURS)
+    frozen = build()
+    frozen.blocks[1].up.weight.requires_grad_(False)
+    model = wrap(OURS, Setting(), frozen)
+    optimizer = OPTIMIZERS["adam"](model.parameters())
+    train(model, optimizer, rank, range(2))
+    state, optim = whole_state(OURS, model), names.FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
+    expected = train(model, optimizer, rank, range(2, 4))
+    for setting in (Setting(policy=False), Setting("NO_SHARD"), Setting("SHARD_GRAD_OP", policy=False)):
+        other = build(1)
+        other.blocks[1].up.weight.requires_grad_(False)
+        other = wrap(OURS, setting, other)
+        its_optimizer = OPTIMIZERS["adam"](other.parameters())
+        other.load_state_dict(state)
+        its_optimizer.load_state_dict(names.FSDP.optim_state_dict_to_load(other, its_optimizer, optim))
+        torch.testing.assert_close(train(other, its_optimizer, rank, range(2, 4)), expected, **TOLERANCE)
+
+
+@on_ranks(2)
+def test_mixed_state_dict_types(rank: int, world_size: int) -> None:
+    """Types of parts, contexts inside contexts: the same kinds of values as stock's, and the same settings after."""
+    seen = {}
+    for engine in (STOCK, OURS):
+        names = api(engine)
+        fsdp, kinds = names.FSDP, names.StateDictType
+        model = wrap(engine, Setting())
+        with fsdp.state_dict_type(model, kinds.SHARDED_STATE_DICT):
+            outer = {name: type(value).__name__ for name, value in model.state_dict().items()}
+            with fsdp.state_dict_type(model, kinds.LOCAL_STATE_DICT):
+                inner = {name: type(value).__name__ for name, value in model.state_dict().items()}
+            assert fsdp.get_state_dict_type(model).state_dict_type is kinds.SHARDED_STATE_DICT
+        before = fsdp.set_state_dict_type(model.blocks[0], kinds.SHARDED_STATE_DICT)
+        assert before.state_dict_type is kinds.FULL_STATE_DICT
+        with pytest.raises(AssertionError):
+            fsdp.get_state_dict_type(model)
+        part = {name: type(value).__name__ for name, value in model.blocks[0].state_dict().items()}
+        mixed = {name: type(value).__name__ for name, value in model.state_dict().items()}
+        with pytest.raises(AssertionError, match=r"state.dict.type"):
+            fsdp.set_state_dict_type(model, kinds.FULL_STATE_DICT)
+        seen[engine] = outer, set(inner.items()), part, mixed
+    assert seen[OURS] == seen[STOCK]
+
+
+@on_ranks(2)
+def test_clipping_of_replicated_gradients(rank: int, world_size: int) -> None:
+    norms = {}
+    for engine in (STOCK, OURS):
+        model = wrap(engine, Setting("NO_SHARD"))
+        loss_of(model, rank, 0).backward()
+        norms[engine] = {"norm": model.clip_grad_norm_(0.1), **whole_gradients(engine, model)}
+    assert_same_tensors(norms[STOCK], norms[OURS], **TOLERANCE)
+    pairs = [dist.new_group([one]) for one in range(world_size)]
+    groups = (dist.group.WORLD, pairs[rank])
+    model = wrap(OURS, Setting("HYBRID_SHARD"), process_group=groups)
+    loss_of(model, rank, 0).backward()
+    torch.testing.assert_close(model.clip_grad_norm_(0.1), norms[STOCK]["norm"], **TOLERANCE)

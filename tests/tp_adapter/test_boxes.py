@@ -9,9 +9,16 @@ import pytest
 import torch
 from torch.distributed._state_dict_utils import _copy_state_dict, _create_cpu_state_dict
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from shardkit.core.parameters.region import Region
+from shardkit.tp_adapter import CheckedLoadPlanner
 from shardkit.tp_adapter.boxes import BoxedTensor, Boxes
 from shardkit.tp_adapter.logical_tensor import LogicalTensor
 
@@ -153,3 +160,22 @@ def test_a_logical_tensor_has_its_whole_size_and_no_arithmetic():
         logical + 1
     with pytest.raises(NotImplementedError, match="compute with the fused parameter"):
         WHOLE.clone().copy_(logical)
+
+
+def chunks(*boxes: tuple[tuple[int, ...], tuple[int, ...]]) -> list[ChunkStorageMetadata]:
+    return [ChunkStorageMetadata(torch.Size(offset), torch.Size(size)) for offset, size in boxes]
+
+
+def test_boxes_that_leave_holes_are_said_with_what_they_were_for():
+    boxes = Boxes(torch.Size((8, 3)), Region((((0, 2), (4, 6)), ((0, 3),))))
+    targets = {
+        "a logical tensor, LogicalTensor(shape=(8, 3), held here: (2, 3)": LogicalTensor.of(torch.ones(4, 3), boxes),
+        "a plain tensor": torch.ones(8, 3),
+    }
+    saved = TensorStorageMetadata(TensorProperties(), torch.Size((8, 3)), chunks(((0, 0), (4, 3))))
+    for said, target in targets.items():
+        planner = CheckedLoadPlanner()
+        planner.set_up_planner({"w": target}, Metadata({"w": saved}), False)
+        with pytest.raises(ValueError, match=r"w: the checkpoint's boxes of shape \(8, 3\) leave holes") as refused:
+            planner.create_local_plan()
+        assert f"to load into {said}" in str(refused.value)

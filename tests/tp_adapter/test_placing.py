@@ -77,12 +77,3 @@ def test_placements_say_what_ranks_hold(layout):
 )
 def test_what_torch_reads_truly(length, sizes, placements, truly):
     assert torch_reads_truly((length,), sizes, placements) == truly
-
-
-def test_a_strided_model_placement_comes_first():
-    """A fused weight: gate and up, each cut over two ranks, then halved by data parallelism."""
-    axes = [Axis(2, None), Axis(2, _StridedShard(0, split_factor=2))]
-    assert order_of_cuts((16,), 0, axes)[0] == (1, 0)
-    assert region_held("", (16,), 0, axes, (0, 0)).runs == (((0, 4),),)
-    assert region_held("", (16,), 0, axes, (1, 1)).runs == (((12, 16),),)
-    assert region_held("", (16,), 0, [Axis(1, None), axes[1]], (0, 0)).runs == (((0, 4), (8, 12)),)
