@@ -1,70 +1,25 @@
 """The FSDP1 script of examples/fsdp1_tutorial: the same losses on stock and, with its imports rewritten, on ours."""
 
-import multiprocessing
-import os
 import re
-import runpy
+import subprocess
 import sys
-from multiprocessing.connection import wait
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
 from shardkit.legacy_fsdp_compat.migrate.script import rewrite
-from tests.support.pool import start_server
-from tests.support.rank_process import end_with_the_server
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "fsdp1_tutorial" / "train.py"
 LINE = re.compile(r"step (\d+): loss ([\d.]+), gradient norm ([\d.]+)")
 
 
 def run(script: Path, directory: Path, *arguments: str) -> list[tuple[float, float]]:
-    """Losses and gradient norms of a run on two ranks, which find each other as under torchrun.
-
-    They are forked from the server of the rank pools: nearly all of the time under torchrun itself went into three
-    processes that import torch. So torchrun itself is not covered.
-    """
-    start_server()
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    outputs = [directory / f"{script.stem}-{rank}.txt" for rank in range(2)]
-    for output in outputs:
-        output.touch()  # a rank may die before it opens its own
-    context = multiprocessing.get_context("forkserver")
-    ranks = [
-        context.Process(target=run_rank, args=(rank, store.port, script, arguments, outputs[rank], sys.path))
-        for rank in range(2)
-    ]
-    for rank in ranks:
-        rank.start()
-    wait([rank.sentinel for rank in ranks], timeout=240)
-    for rank in ranks:
-        rank.join(timeout=60)
-        rank.kill()
-        rank.join()
-    said = "".join(output.read_text() for output in outputs)
-    assert [rank.exitcode for rank in ranks] == [0, 0], said
-    return [(float(loss), float(norm)) for _, loss, norm in LINE.findall(said)]
-
-
-def run_rank(rank: int, port: int, script: Path, arguments: tuple[str, ...], output: Path, path: list[str]) -> None:
-    """Runs the script as one rank; its output goes to a file."""
-    end_with_the_server()
-    with output.open("w") as file:
-        for stream in (1, 2):
-            os.dup2(file.fileno(), stream)
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
-    os.chdir(output.parent)
-    sys.path[:] = path
-    sys.argv = [str(script), *arguments]
-    runpy.run_path(str(script), run_name="__main__")
+    """Losses and gradient norms of a run on two ranks."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
+    command = [*torchrun, "--nproc-per-node=2", str(script), *arguments]
+    done = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [(float(loss), float(norm)) for _, loss, norm in LINE.findall(done.stdout)]
 
 
 @pytest.mark.slow
@@ -76,7 +31,8 @@ def run_rank(rank: int, port: int, script: Path, arguments: tuple[str, ...], out
 def test_the_losses_are_those_of_stock(arguments: tuple[str, ...], tmp_path: Path):
     ours = tmp_path / "train_on_shardkit.py"
     result = rewrite(SCRIPT.read_text())
-    assert result.findings == []
+    (finding,) = result.findings  # a word about no_sync(), whose gradients the script never drops
+    assert "optimizer.zero_grad() keeps" in finding.text
     changed = [
         (before, after)
         for before, after in zip(SCRIPT.read_text().splitlines(), result.source.splitlines(), strict=True)

@@ -344,35 +344,6 @@ def test_a_checkpoint_of_another_model(
     assert "step-000003 is damaged" in capsys.readouterr().err
 
 
-def test_help_explains_every_flag(launcher: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str]) -> None:
-    import settings
-
-    with pytest.raises(SystemExit) as exit_:
-        launcher(["--help"])
-    assert exit_.value.code == 0
-    text = " ".join(capsys.readouterr().out.split())
-    actions = [action for action in settings.parser()._actions if action.dest != "help"]
-    assert len(actions) > 15
-    for action in actions:
-        assert action.help and all(option in text for option in action.option_strings)
-    assert text.count("(default: ") >= len(actions)
-
-
-@pytest.mark.usefixtures("launcher")
-def test_the_text_of_a_step_does_not_depend_on_the_number_of_processes(text: Path) -> None:
-    import data
-
-    corpus = data.load_corpus([text], context=16)
-    whole, targets = data.train_batch(corpus, seed=3, step=5, samples=range(7), context=16)
-    assert torch.equal(whole[:, 1:], targets[:, :-1])
-    for world in (2, 3):
-        for rank in range(world):
-            part, _ = data.train_batch(corpus, seed=3, step=5, samples=range(rank, 7, world), context=16)
-            assert torch.equal(part, whole[rank::world])
-    assert not torch.equal(whole, data.train_batch(corpus, seed=3, step=6, samples=range(7), context=16)[0])
-    assert not torch.equal(whole, data.train_batch(corpus, seed=4, step=5, samples=range(7), context=16)[0])
-
-
 @pytest.mark.usefixtures("launcher")
 @pytest.mark.parametrize("size", [1, 4])
 @pytest.mark.parametrize("world", [1, 2, 3, 5])
@@ -392,14 +363,3 @@ def test_a_validation_counts_each_held_out_sample_once(text: Path, world: int, s
             assert tokens.min() >= 0  # left-out samples still go through the model
     assert sorted(counted) == sorted(alone) and len(alone) == data.HELD_OUT_SAMPLES
     assert len(set(batches)) == 1
-
-
-@pytest.mark.usefixtures("launcher")
-def test_whole_files_are_held_out_where_there_are_many(tmp_path: Path) -> None:
-    import data
-
-    for number in range(40):
-        (tmp_path / f"{number:02}.py").write_text(f"{number:02}" * 50)
-    corpus = data.load_corpus([tmp_path], context=16)
-    assert corpus.held_out.tobytes() == b"19" * 50 + b"39" * 50
-    assert len(corpus.train) == 38 * 100
