@@ -1,5 +1,6 @@
 """Activations on the host: the same bits as without, within bounds of memory. On a CPU they go to files."""
 
+import copy
 import errno
 import os
 import threading
@@ -349,6 +350,49 @@ def test_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert peaks[12][0] < limited < without[12]
 
 
+def moved(model: nn.Module, monkeypatch: pytest.MonkeyPatch, place: Path, x: Tensor) -> int:
+    """Bytes that a forward moves."""
+    sent = 0
+    send = activations._Tier.send
+
+    def counted(tier: Any, spans: Any, streams: Any) -> Any:
+        nonlocal sent
+        sent += sum(span.nbytes for _, span in spans)
+        return send(tier, spans, streams)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(activations._Tier, "send", counted)
+        offload = offload_activations(model, directory=place, min_bytes=0, keep=0)
+        model(x).sum().backward()
+        offload.remove()
+    return sent
+
+
+class Held(nn.Module):
+    """A block that saves views of its parameters and buffers, its input three times, and half of a wider tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 256, 256))
+        self.register_buffer("scale", torch.randn(256))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x @ self.weight[1].t() + (x * x).view(-1, 256) @ self.weight[2]
+        return (y * self.scale + x.t().flip(0).t().expand_as(x)).unflatten(0, (-1, 2)).flatten(0, 1)
+
+
+@on_ranks(1, 2)
+def test_parameters_stay_and_tensors_saved_twice_move_once(rank: int, world_size: int, tmp_path: Path) -> None:
+    for shards in (False, True):
+        model = nn.Sequential(Held(), Held())
+        for block in model if shards else ():
+            fully_shard(block)
+        x = torch.randn(2, 256, requires_grad=True)
+        with pytest.MonkeyPatch.context() as patch:
+            # The input of each block, and its square: 512 numbers each. Weights would be 65,536.
+            assert moved(model, patch, tmp_path, x) == 2 * 2 * 2 * 256 * 4
+
+
 class Odd(nn.Module):
     """Has a parameter without memory yet, a sparse buffer, and a parameter that consists of two tensors."""
 
@@ -418,6 +462,22 @@ def test_threads_run_forward_at_once(tmp_path: Path) -> None:
     with ThreadPoolExecutor(2) as threads:
         for seen, plain in zip(threads.map(run, inputs), expected, strict=True):
             assert all(map(torch.equal, seen, plain))
+
+
+def test_copies_have_pages_of_their_own(tmp_path: Path) -> None:
+    model = wide(3)
+    offload = offload_activations(model, directory=tmp_path, min_bytes=0)
+    twin = copy.deepcopy(model)
+    x = torch.randn(4, 64)
+    for one in (twin, model):
+        torch.manual_seed(0)
+        one(x).sum().backward()
+        assert bool(offload.host_bytes) is (one is model)
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+    offload.remove()
+    taken = offload.host_bytes
+    [model(x) for _ in range(9)]
+    assert offload.host_bytes == taken
 
 
 def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
