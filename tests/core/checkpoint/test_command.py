@@ -256,6 +256,14 @@ def test_what_only_one_of_two_has(tmp_path: Path, capsys: pytest.CaptureFixture[
         )
 
 
+def test_a_checkpoint_without_its_manifest_is_not_taken_for_one_of_stock(tmp_path: Path):
+    """It has all files that stock needs, but no checksums."""
+    path = save_user(tmp_path / "run", 1, 1)
+    (path / "manifest.json").unlink()
+    with pytest.raises(DamagedCheckpointError, match="is missing, so this checkpoint cannot be verified"):
+        open_index(path)
+
+
 LARGE = torch.arange(5000.0)
 
 
