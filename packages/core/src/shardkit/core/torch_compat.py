@@ -32,75 +32,16 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils.hooks import RemovableHandle
 
+# Names that come from torch as they are; all others are defined below.
 __all__ = [
     "CheckpointStorageInfo",
-    "GRAD_DTYPE_DECIDES",
-    "RESET_DROPS_GRADIENTS",
-    "NOTES_ON_MODULES",
-    "PARAMETER_FLAG",
-    "RUNS_SUBCLASSES",
-    "STOCK_FUNCTIONS",
     "StockCPUOffloadPolicy",
-    "StockDataParallelMeshDims",
     "StockFSDPModule",
-    "StockGradientReductionHandle",
     "StockMixedPrecisionPolicy",
     "StockOffloadPolicy",
     "StockUnshardHandle",
     "TorchDispatchMode",
-    "apply_to_tensors",
-    "bare_step",
-    "base_of",
-    "current_backward",
-    "flattened_axis",
-    "grad_dtype_of",
-    "gradient_hooks",
-    "has_gradient_hooks",
-    "held_local",
-    "in_backward",
-    "is_gathered_by_torch",
-    "is_leaf_or_view",
-    "is_plain",
-    "is_replicated",
     "is_traceable_wrapper_subclass",
-    "foreach_norm",
-    "guard_stock_states",
-    "hook_innermost",
-    "is_within_step",
-    "modules_of_stock",
-    "stock_engine_of",
-    "stock_modules_around",
-    "stock_part",
-    "stock_training_state",
-    "foreach_scale_",
-    "joined_mesh",
-    "lies_like",
-    "like_dtensor",
-    "local_of",
-    "made_since",
-    "move_hooks",
-    "move_post_accumulate_grad_hooks",
-    "mark_managed",
-    "new_dtensor",
-    "next_autograd_node",
-    "no_dynamo",
-    "no_dynamo_frame",
-    "outside_transforms",
-    "post_accumulate_grad_hooks",
-    "put_engine_hook",
-    "queue_end_of_backward",
-    "register_with_stock",
-    "replace_local",
-    "runs_in_this_backward",
-    "set_grad_enabled",
-    "take_meaning",
-    "timeout_of",
-    "top_saved_tensors_hooks",
-    "transforms_active",
-    "unwrapped",
-    "version_of",
-    "versions_of",
-    "wraps_tensors",
 ]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -501,9 +442,7 @@ def apply_to_tensors(module: nn.Module, change: Callable[[torch.Tensor], torch.T
     module._apply(change)
 
 
-foreach_add_: Callable[..., None] = torch._foreach_add_
 foreach_copy_: Callable[..., None] = torch._foreach_copy_
-foreach_div: Callable[..., Sequence[torch.Tensor]] = torch._foreach_div
 foreach_norm: Callable[..., Sequence[torch.Tensor]] = torch._foreach_norm
 foreach_scale_: Callable[..., None] = torch._foreach_mul_
 foreach_zero_: Callable[..., None] = torch._foreach_zero_

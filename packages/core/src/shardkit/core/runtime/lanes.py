@@ -1,8 +1,10 @@
-"""Concurrency of a device behind one ticket interface: programs run beside the computation, in launch order.
+"""Programs that run beside the computation, in launch order.
 
 A *program* is a communication written as a generator, so that one body serves CPU and streams. There are two kinds of
 lane and no threads. A `CpuLane` relies on the backend's own progress thread: works progress by themselves, and the
-ticket's owner runs the local work between them. A `StreamLane` queues a whole program on a separate stream at once.
+owner of the program's ticket runs the local work between them. A `StreamLane` queues a whole program on a separate
+stream at once. Both have the same methods.
+
 Failure: any error of a program or its works is raised by `start`, `wait_for_stage` or `wait` as a `RuntimeError` with
 the label, so that a timeout shows which group was waiting.
 """
@@ -21,20 +23,6 @@ import torch
 from shardkit.core import events
 from shardkit.core.torch_compat import set_grad_enabled
 
-__all__ = [
-    "NEXT_STAGE",
-    "CpuLane",
-    "KeepAlive",
-    "Lane",
-    "Program",
-    "Reduction",
-    "StreamLane",
-    "Ticket",
-    "hold",
-    "make_lane",
-    "note_sources_read",
-]
-
 
 class Waitable(Protocol):
     """Objects that a program waits on: c10d's works, and postings of the shared-memory transport."""
@@ -52,25 +40,20 @@ Reduction: TypeAlias = Generator[Sequence[Waitable | None], None, torch.Tensor]
 """A program that returns its output, which it has allocated on its lane."""
 
 
-class _NextStage(tuple[Waitable, ...]):
-    """An empty tuple with its own identity: nothing to wait for."""
-
-    __slots__ = ()
-
-
-NEXT_STAGE: Sequence[Waitable] = _NextStage()
+# A list, because all empty tuples are the same object.
+NEXT_STAGE: Sequence[Waitable | None] = []
 """Yielded where a program needs its inputs no more: the lane's next program does not wait for the rest of this one,
 such as the all-reduce of a reduced shard."""
 
 
-class _Holding(threading.local):
-    """The list that keeps tensors alive for the program running on this thread, if its lane needs one, and the lane."""
+class _Running(threading.local):
+    """The lane whose program this thread is queueing on a stream, and the list that keeps tensors alive for it."""
 
-    tensors: list[torch.Tensor] | None = None
+    held: list[torch.Tensor] | None = None
     lane: StreamLane | None = None
 
 
-_holding = _Holding()
+_running = _Running()
 
 
 def hold(*tensors: torch.Tensor) -> None:
@@ -80,100 +63,14 @@ def hold(*tensors: torch.Tensor) -> None:
     frame would be returned to the allocator, and reused by the compute stream, while it is still being written. On a
     CPU lane a frame outlives its transfers and nothing needs to be held.
     """
-    if _holding.tensors is not None:
-        _holding.tensors.extend(tensors)
+    if _running.held is not None:
+        _running.held.extend(tensors)
 
 
 def note_sources_read() -> None:
-    """Called by a gather that has read its sources: see `Lane.sources_read`."""
-    if _holding.lane is not None:
-        _holding.lane.sources_read = _holding.lane.stream.record_event()
-
-
-class KeepAlive:
-    """Collects in `tensors` what programs `hold` inside the `with` block; they run on `lane`."""
-
-    def __init__(self, tensors: list[torch.Tensor], lane: StreamLane | None = None) -> None:
-        self._inner = tensors, lane
-        self._outer: tuple[list[torch.Tensor] | None, StreamLane | None] = None, None
-
-    def __enter__(self) -> None:
-        self._outer = _holding.tensors, _holding.lane
-        _holding.tensors, _holding.lane = self._inner
-
-    def __exit__(self, *exc_info: object) -> None:
-        _holding.tensors, _holding.lane = self._outer
-
-
-class Ticket(Protocol):
-    """One started program.
-
-    Attributes:
-        done: whether it was waited for.
-        finished: an event at its end; None on CPU.
-        has_stages: whether `wait_for_stage` has more to do. On CPU until the end, because waiting drives the program.
-    """
-
-    done: bool
-    finished: Any
-    has_stages: bool
-
-    def wait_for_stage(self) -> None:
-        """CPU: wait for the pending works and run the program to its next yield or its end.
-
-        Streams: make the current stream wait for the program's next stage. In both cases, tensors that the program has
-            read so far may be dropped afterwards.
-        """
-
-    def wait(self) -> None:
-        """CPU: run the program to its end; idempotent. Streams: make the current stream wait for its end."""
-
-    def reader_events(self) -> tuple[Any, ...]:
-        """Events on the streams that have waited; their reads so far come before the events. None on CPU."""
-
-    def abandon(self) -> None:
-        """Give up: wait for pending transfers, ignore errors, close the program. For recovery after an exception."""
-
-
-class Lane(Protocol):
-    """Runs programs of one kind beside the computation.
-
-    Attributes:
-        name: the purpose of its programs, for messages.
-        has_streams: whether programs run on a separate stream, so that memory has to be ordered by events.
-        sources_read: an event where the program started last has read its sources. None on CPU.
-    """
-
-    name: str
-    has_streams: bool
-    sources_read: Any
-
-    def start(
-        self, program: Program, label: str, keep_alive: Sequence[torch.Tensor] = (), *, after_current: bool = True
-    ) -> Ticket:
-        """Launch `program`. `keep_alive` stays referenced until its ticket is done. Raises as tickets do.
-
-        On streams the program runs after the work queued on the current stream so far. Without `after_current`, it only
-        waits for the lane's earlier programs and the events passed to `wait_event`.
-        """
-
-    def wait_event(self, event: Any) -> None:
-        """Make all later programs wait for `event`. No-op on CPU."""
-
-    def current_event(self) -> Any:
-        """An event on the current stream, after all work queued there now. None on CPU."""
-
-    def owning_memory(self) -> contextlib.AbstractContextManager[Any]:
-        """Memory allocated inside belongs to the lane: see Note [Who owns memory]. No-op on CPU."""
-
-
-def make_lane(device: torch.device, name: str, priority: int = 0) -> Lane:
-    """A stream lane if `device` has streams, else a CPU lane. The stream is created at the first program."""
-    if device.type != "cpu":
-        module = torch.get_device_module(device)
-        if hasattr(module, "Stream") and hasattr(module, "current_stream"):
-            return StreamLane(device, name, priority)
-    return CpuLane(name)
+    """Called by a gather that has read its sources: see `StreamLane.sources_read`."""
+    if _running.lane is not None:
+        _running.lane.sources_read = _running.lane.stream.record_event()
 
 
 def _failure(label: str, doing: str, error: Exception) -> RuntimeError:
@@ -187,17 +84,18 @@ def _failure(label: str, doing: str, error: Exception) -> RuntimeError:
 
 
 class CpuLane:
-    """Programs whose works make progress on the backend's thread."""
+    """Programs whose works make progress on the backend's thread. `name` is their purpose, for messages."""
 
-    has_streams: bool = False
-    sources_read: Any = None
+    has_streams = False
+    sources_read: Any = None  # nothing waits for events: work on a CPU is in program order already
 
     def __init__(self, name: str) -> None:
         self.name = name
 
     def start(
         self, program: Program, label: str, keep_alive: Sequence[torch.Tensor] = (), *, after_current: bool = True
-    ) -> Ticket:
+    ) -> CpuTicket:
+        """Launches `program`. `keep_alive` stays referenced until its ticket is done. Raises as tickets do."""
         began = time.perf_counter() if events.hub.active else 0.0
         ticket = CpuTicket(program, label, self.name, keep_alive)
         if began:
@@ -209,12 +107,14 @@ class CpuLane:
         return ticket
 
     def wait_event(self, event: Any) -> None:
-        """Nothing to do: work on a CPU is in program order already."""
+        """Nothing to do."""
 
     def current_event(self) -> Any:
+        """None."""
         return None
 
     def owning_memory(self) -> contextlib.AbstractContextManager[Any]:
+        """Nothing to do."""
         return contextlib.nullcontext()
 
 
@@ -222,7 +122,11 @@ _UNHEARD = contextlib.nullcontext()
 
 
 class CpuTicket:
-    """A program between two of its yields, and the works it waits on. It runs to its first yield at once."""
+    """A program between two of its yields, and the works it waits on. It runs to its first yield at once.
+
+    `done` says whether it was waited for, and `has_stages` whether `wait_for_stage` has more to do: until the end,
+    because waiting drives the program. `finished` is for streams.
+    """
 
     def __init__(self, program: Program, label: str, name: str, keep_alive: Sequence[torch.Tensor]) -> None:
         self.done = False
@@ -240,6 +144,10 @@ class CpuTicket:
                 raise
 
     def wait_for_stage(self) -> None:
+        """Waits for the pending works, and runs the program to its next yield or its end.
+
+        Tensors that the program has read so far may be dropped afterwards.
+        """
         if self.done:
             return
         with events.waiting(self._label, self._name) if events.hub.active else _UNHEARD as arrived:
@@ -258,13 +166,16 @@ class CpuTicket:
             self._resume(f"{self._name} (local work after its transfers)")
 
     def wait(self) -> None:
+        """Runs the program to its end. Idempotent."""
         while not self.done:
             self.wait_for_stage()
 
     def reader_events(self) -> tuple[Any, ...]:
+        """None: for streams."""
         return ()
 
     def abandon(self) -> None:
+        """Gives up: waits for pending transfers, ignores errors, closes the program. For recovery after an error."""
         if self.done:
             return
         for work in self._pending:
@@ -326,9 +237,13 @@ class StreamLane:
     that was allocated earlier on that stream does not belong to the graph, and others would get it between two replays.
     So a lane joins the graph before it allocates. Its programs are waited for in any case, so the captured stream gets
     the lane back. A replay does not repeat a gather from before the capture; waiting for one in a capture is an error.
+
+    Attributes:
+        name: the purpose of its programs, for messages.
+        sources_read: an event where the program started last has read its sources.
     """
 
-    has_streams: bool = True
+    has_streams = True
 
     def __init__(self, device: torch.device, name: str, priority: int = 0) -> None:
         self.name = name
@@ -350,7 +265,11 @@ class StreamLane:
 
     def start(
         self, program: Program, label: str, keep_alive: Sequence[torch.Tensor] = (), *, after_current: bool = True
-    ) -> Ticket:
+    ) -> StreamTicket:
+        """Queues `program` after the work that the current stream has queued so far.
+
+        Without `after_current`, it only waits for the lane's earlier programs and the events of `wait_event`.
+        """
         if after_current:
             self.stream.wait_event(self.current_event())
         stages: list[_Stage] = []
@@ -380,13 +299,18 @@ class StreamLane:
 
     def _run_stage(self, program: Program, held: list[torch.Tensor]) -> bool:
         """Queues `program` on this lane's stream up to `NEXT_STAGE`; True if it has ended."""
-        with self._module.stream(self.stream), KeepAlive(held, self), torch.no_grad():
-            for works in program:
-                if works is NEXT_STAGE:
-                    return False
-                for work in works:
-                    if work is not None:
-                        work.wait()
+        outer = _running.held, _running.lane
+        _running.held, _running.lane = held, self
+        try:
+            with self._module.stream(self.stream), torch.no_grad():
+                for works in program:
+                    if works is NEXT_STAGE:
+                        return False
+                    for work in works:
+                        if work is not None:
+                            work.wait()
+        finally:
+            _running.held, _running.lane = outer
         return True
 
     def outlast(self) -> None:
@@ -412,6 +336,7 @@ class StreamLane:
         events.emit(events.WaitFinished(label, self.name, 0.0, 0.0, span))
 
     def wait_event(self, event: Any) -> None:
+        """Makes all later programs wait for `event`."""
         self.stream.wait_event(event)
 
     def current_stream(self) -> Any:
@@ -419,9 +344,11 @@ class StreamLane:
         return self._module.current_stream(self.device)
 
     def current_event(self) -> Any:
+        """An event on the current stream, after all work queued there now."""
         return self.current_stream().record_event()
 
     def owning_memory(self) -> contextlib.AbstractContextManager[Any]:
+        """Memory allocated inside belongs to the lane: see Note [Who owns memory]."""
         if self.is_captured() and not self._is_in_graph:
             self.wait_event(self.current_event())
         manager: contextlib.AbstractContextManager[Any] = self._module.stream(self.stream)
@@ -441,7 +368,7 @@ class _Stage(NamedTuple):
 
 
 class StreamTicket:
-    """A program that is queued as a whole; `done` after a stream has been made to wait for its end.
+    """A program that is queued as a whole; `done` after a stream has been made to wait for its end, `finished`.
 
     `inputs_of` is the stream that made its inputs and owns their memory; None if it reads only what stays.
     """
@@ -497,8 +424,23 @@ class StreamTicket:
             self._inputs_of.wait_event(stage.finished)
 
     def reader_events(self) -> tuple[Any, ...]:
+        """Events on the streams that have waited; their reads so far come before the events."""
         return tuple(stream.record_event() for stream in self._waited_on)
 
     def abandon(self) -> None:
+        """As `wait`, without errors."""
         with contextlib.suppress(Exception):
             self.wait()
+
+
+Lane: TypeAlias = CpuLane | StreamLane
+Ticket: TypeAlias = CpuTicket | StreamTicket
+
+
+def make_lane(device: torch.device, name: str, priority: int = 0) -> Lane:
+    """A stream lane if `device` has streams, else a CPU lane. The stream is created at the first program."""
+    if device.type != "cpu":
+        module = torch.get_device_module(device)
+        if hasattr(module, "Stream") and hasattr(module, "current_stream"):
+            return StreamLane(device, name, priority)
+    return CpuLane(name)
