@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shardkit.autoinstall import VARIABLE
-from shardkit.autoinstall.run import environment, run
+from shardkit.autoinstall.run import run
 from tests.packaging.workspace import ROOT
 
 SOURCES = ROOT / "packages" / "core" / "src"
@@ -53,7 +53,7 @@ def script(directory: Path, text: str, name: str = "train.py") -> Path:
 
 
 def started(*command: str | Path, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """A command with the checkout's packages on PYTHONPATH, so that it also runs where they are not installed."""
+    """A command with the checkout's packages on PYTHONPATH, before those that are installed."""
     env = {name: value for name, value in os.environ.items() if name not in (VARIABLE, "RANK")}
     bin_directory = str(Path(sys.executable).parent)
     env |= {"PYTHONPATH": str(SOURCES), "PATH": f"{bin_directory}{os.pathsep}{env['PATH']}"} | variables
@@ -119,40 +119,30 @@ def test_child_processes_and_the_warning_that_nothing_was_sharded(tmp_path: Path
 )
 def test_whichever_module_imports_fsdp(first: str, tmp_path: Path):
     code = f"import {first}; from torch.distributed.fsdp import fully_shard as f; print(f.__wrapped__.__module__)"
-    on_path = environment({}, "")["PYTHONPATH"]
-    done = started(
-        sys.executable, "-c", code, cwd=tmp_path, SHARDKIT_INSTALL="1", PYTHONPATH=f"{on_path}{os.pathsep}{SOURCES}"
-    )
+    done = started(sys.executable, "-c", code, cwd=tmp_path, SHARDKIT_INSTALL="1")
     assert done.stdout == "shardkit.core.fully_shard\n", done.stderr
 
 
-def test_start_up_imports_nothing_else_and_runs_the_next_sitecustomize(tmp_path: Path):
-    script(tmp_path, "print('the next one')", "sitecustomize.py")
-    on_path = environment({}, "")["PYTHONPATH"]
+def test_start_up_imports_nothing_else(tmp_path: Path):
     code = "import sys; print([name for name in sys.modules if name.startswith(('torch', 'shardkit.'))])"
-    path = os.pathsep.join([on_path, str(tmp_path), str(SOURCES)])
-    done = started(sys.executable, "-c", code, cwd=tmp_path, SHARDKIT_INSTALL="1", PYTHONPATH=path)
-    assert done.stdout.splitlines() == ["the next one", "['shardkit.autoinstall']"], done.stderr
+    done = started(sys.executable, "-c", code, cwd=tmp_path, SHARDKIT_INSTALL="1")
+    assert done.stdout == "['shardkit.autoinstall']\n", done.stderr
 
 
-def test_an_interpreter_without_shardkit_does_not_go_on_with_stock(tmp_path: Path):
+def test_a_python_that_cannot_import_shardkit_does_not_go_on_with_stock(tmp_path: Path):
     package = tmp_path / "torch" / "distributed" / "fsdp"
     package.mkdir(parents=True)
     for directory in (package, package.parent, package.parent.parent):
         (directory / "__init__.py").touch()
-    on_path = environment({}, "")["PYTHONPATH"]
-    code = "import torch.distributed.fsdp"
-    # -S leaves out site-packages, where shardkit may be; then nothing runs at the start, so the script does it.
-    code = f"import sys; sys.path.insert(0, {on_path!r}); import sitecustomize; {code}"
-    done = started(sys.executable, "-S", "-c", code, cwd=tmp_path, SHARDKIT_INSTALL="1", PYTHONPATH="")
+    code = "import shardkit.autoinstall; shardkit.autoinstall.arm(); import torch.distributed.fsdp"
+    # -S leaves out site-packages, where torch is.
+    done = started(sys.executable, "-S", "-c", code, cwd=tmp_path, SHARDKIT_INSTALL="1")
     assert "RuntimeError: SHARDKIT_INSTALL=1 asks for shardkit, but" in done.stderr
 
 
 def test_a_value_that_means_nothing(tmp_path: Path):
-    on_path = environment({}, "")["PYTHONPATH"]
-    path = f"{on_path}{os.pathsep}{SOURCES}"
     command = (sys.executable, "-c", "import torch.distributed.fsdp")
-    done = started(*command, cwd=tmp_path, SHARDKIT_INSTALL="yes", PYTHONPATH=path)
+    done = started(*command, cwd=tmp_path, SHARDKIT_INSTALL="yes")
     assert "RuntimeError: SHARDKIT_INSTALL is 'yes'; expected 1, fsdp1" in done.stderr
 
 

@@ -1,9 +1,7 @@
 """Installs shardkit in a process whose environment has SHARDKIT_INSTALL set, when the program imports torch's FSDP.
 
-`arm` is called at the start of Python in two ways: by `shardkit_autoinstall.pth`, which the wheel of shardkit-core puts
-into site-packages, and by `on_path/sitecustomize.py`, whose directory `shardkit run` puts on PYTHONPATH. The first also
-works with `python -I` and without `shardkit run`. The second also works if shardkit is on PYTHONPATH but not installed.
-With `python -S` neither runs.
+`arm` is called at the start of Python by `shardkit_autoinstall.pth`, which an installation of shardkit-core puts into
+site-packages. With `python -S`, and where shardkit is only on PYTHONPATH, nothing runs.
 
 Nothing here imports torch: a process that does not use it only pays for this file. `shardkit.core` is imported after
 the program has imported `torch.distributed.fsdp`, at the end of the outermost import of torch that led there. Earlier,
@@ -23,8 +21,6 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-__all__ = ["FSDP1", "FSDP2", "NAMES_GROUP", "NEEDS_FSDP1", "VARIABLE", "arm", "wanted"]
-
 VARIABLE = "SHARDKIT_INSTALL"
 FSDP2 = "1"
 FSDP1 = "fsdp1"
@@ -39,16 +35,11 @@ _FSDP = "torch.distributed.fsdp"
 _CORE = "shardkit.core"
 
 
-def wanted() -> bool:
-    """Whether SHARDKIT_INSTALL is set, and not to 0."""
-    return os.environ.get(VARIABLE, "0") not in ("", "0")
-
-
 def arm() -> None:
     """Makes this process install shardkit as soon as it has imported `torch.distributed.fsdp`. Idempotent."""
     if _FSDP in sys.modules:
         _install()
-    elif not any(type(finder).__name__ == _Finder.__name__ for finder in sys.meta_path):
+    elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
 
 

@@ -15,9 +15,7 @@ from pathlib import Path
 
 from shardkit.autoinstall import _RECORDS, FSDP1, FSDP2, NAMES_GROUP, NEEDS_FSDP1, VARIABLE
 
-__all__ = ["environment", "main", "run", "run_command"]
-
-_ON_PATH = str(Path(__file__).parent / "on_path")
+__all__ = ["main", "run", "run_command"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -62,28 +60,18 @@ def run(
         sys.stderr.write(f"shardkit {name}: --fsdp1 {NEEDS_FSDP1}\n")
         return 2
     with tempfile.TemporaryDirectory(prefix="shardkit-run-") as records:
-        base = {**os.environ, **(variables or {})}
-        status = run_command(command, environment(base, records, fsdp1=fsdp1), name)
+        installing = {VARIABLE: FSDP1 if fsdp1 else FSDP2, _RECORDS: records}
+        status = run_command(command, {**os.environ, **(variables or {}), **installing}, name)
         if status == _NOT_RUN or any(Path(records).iterdir()):
             return status
     names = "fully_shard or FullyShardedDataParallel" if fsdp1 else "fully_shard"
     hint = "" if fsdp1 else "; a script with FullyShardedDataParallel needs --fsdp1"
     sys.stderr.write(
         f"shardkit {name}: {'error' if strict else 'warning'}: no model ran on shardkit's engine on this host: the "
-        f"command did not call {names}, or started Python in a way that drops {VARIABLE} and PYTHONPATH, or with -S"
-        f"{hint}\n"
+        f"command did not call {names}, or started a Python in which shardkit-core is not installed, or started it "
+        f"with -S or without {VARIABLE}{hint}\n"
     )
     return status or int(strict)
-
-
-def environment(base: Mapping[str, str], records: str, *, fsdp1: bool = False) -> dict[str, str]:
-    """`base` plus the variables that make Python processes install shardkit; each leaves a file in `records`."""
-    before = base.get("PYTHONPATH")
-    return dict(base) | {
-        VARIABLE: FSDP1 if fsdp1 else FSDP2,
-        _RECORDS: records,
-        "PYTHONPATH": f"{_ON_PATH}{os.pathsep}{before}" if before else _ON_PATH,
-    }
 
 
 def _with_interpreter(command: Sequence[str]) -> list[str]:
