@@ -1,7 +1,6 @@
 """Processes of other users, and processes of this user that are not ranks, while ranks meet and train."""
 
 import contextlib
-import datetime as dt
 import fcntl
 import multiprocessing
 import os
@@ -140,22 +139,6 @@ def test_callers_without_the_secret_are_turned_away(rank: int, world_size: int) 
         for stranger in strangers[1:]:
             stranger.settimeout(60)
             assert stranger.recv(1) == b"", "hung up"
-
-
-@on_ranks(2, isolated=True)
-def test_a_rank_that_does_not_call_is_named(rank: int, world_size: int) -> None:
-    group = dist.new_group(timeout=dt.timedelta(seconds=3))
-    if rank == 1:
-
-        def call(sockets: Any, *args: Any) -> bool:
-            sockets[0] = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)[0]
-            return True
-
-        meeting._call = call
-        neighbours_of(group)
-        return
-    with pytest.raises(TimeoutError, match=r"ranks \[1\] of the group have not connected to rank 0 over shared memory"):
-        neighbours_of(group)
 
 
 def _left_behind(rank: int, world_size: int, directory: str) -> list[str]:

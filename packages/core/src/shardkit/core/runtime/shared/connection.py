@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import select
 import socket
-import struct
 from collections import deque
 
 __all__ = ["Connection"]
@@ -20,12 +19,11 @@ _PIECE = 1 << 15  # bytes of a message that go at once, after a byte that says w
 class Connection:
     """One end of a connection. `unsent` are the pieces that wait for room, each with its message."""
 
-    def __init__(self, peer: int, ours: socket.socket, timeout: float) -> None:
+    def __init__(self, peer: int, ours: socket.socket) -> None:
         """`peer` is the rank at the other end, for error messages."""
-        _limit_waiting(ours, timeout)
+        ours.setblocking(False)
         self._peer = peer
         self._socket = ours
-        self._timeout = timeout
         self._received: list[bytes] = []  # pieces of the next message
         self.unsent: deque[tuple[bytes, bytes]] = deque()
 
@@ -52,7 +50,7 @@ class Connection:
         """Sends as much of the waiting messages as there is room for. Raises as `send` does."""
         try:
             while self.unsent:
-                self._socket.send(self.unsent[0][1], socket.MSG_DONTWAIT)
+                self._socket.send(self.unsent[0][1])
                 self.unsent.popleft()
         except BlockingIOError:
             return
@@ -65,24 +63,20 @@ class Connection:
         """The events for `select.poll`: readable, and writable if a message waits for room."""
         return select.POLLIN | (select.POLLOUT if self.unsent else 0)
 
-    def receive(self, *, wait: bool) -> bytes | None:
-        """The next message; None if there is none yet and `wait` is False.
+    def receive(self) -> bytes | None:
+        """The next message; None if there is none yet.
 
         Raises:
             ConnectionError: if the peer's process has ended and all its messages have been read.
-            TimeoutError: if nothing arrives within the timeout.
         """
-        flags = 0 if wait else socket.MSG_DONTWAIT
         while True:
             try:
                 try:
-                    piece = self._socket.recv(1 + _PIECE, flags)
+                    piece = self._socket.recv(1 + _PIECE)
                 except ConnectionResetError:  # raised once for unread data; the peer's messages remain
-                    piece = self._socket.recv(1 + _PIECE, flags)
+                    piece = self._socket.recv(1 + _PIECE)
             except BlockingIOError:
-                if not wait:
-                    return None
-                raise self.late() from None
+                return None
             except ConnectionError as error:
                 raise _gone(self._peer) from error
             if not piece:
@@ -93,21 +87,6 @@ class Connection:
                 self._received.clear()
                 return message
 
-    def late(self) -> TimeoutError:
-        """The error for a peer that does not respond."""
-        return TimeoutError(
-            f"rank {self._peer} of the group has not come within {self._timeout:.0f} s; "
-            "read its log, or find where it waits with `shardkit watch`"
-        )
-
 
 def _gone(peer: int) -> ConnectionError:
     return ConnectionError(f"the process of rank {peer} of the group has ended; read its log for the cause")
-
-
-def _limit_waiting(connection: socket.socket, seconds: float) -> None:
-    """Makes the kernel end a receive after `seconds`. Python's own timeout would cost a system call each time."""
-    connection.settimeout(None)
-    connection.setsockopt(
-        socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", *divmod(round(seconds * 1e6), 10**6))
-    )

@@ -3,9 +3,9 @@
 Note [Strangers]
 Every user of the host can list sockets, and connect to those of the abstract namespace. A rank therefore listens in a
 directory that only its own user can enter: the kernel refuses everyone else before a connection takes a place in the
-queue. Over the process group, ranks tell each other where they listen, and a secret. Each end asks the kernel for the
-user at the other end; a caller sends its rank and the secret of the rank that it calls. A caller that sends anything
-else, or nothing, is disconnected, and nobody waits for it.
+queue. Over the process group, ranks tell each other where they listen, and a secret. A caller sends its rank and the
+secret of the rank that it calls. A connection succeeds before it is accepted, and what is sent on it waits there. So
+once all ranks have said that they have called, each accepts without waiting, and hangs up on everyone else.
 """
 
 from __future__ import annotations
@@ -15,10 +15,8 @@ import errno
 import hmac
 import os
 import secrets
-import select
 import shutil
 import socket
-import struct
 import tempfile
 import time
 import weakref
@@ -52,9 +50,6 @@ def neighbours_of(group: dist.ProcessGroup) -> Neighbours | None:
     """Connections to the other ranks of `group`, None if one of them is on another host or does not share memory.
 
     Collective over `group` the first time, then cached; all ranks get the same answer.
-
-    Raises:
-        TimeoutError: if a rank that shares memory does not connect within the group's timeout.
     """
     if group not in _known:
         _known[group] = _meet(group)
@@ -89,13 +84,12 @@ def _meet(group: dist.ProcessGroup) -> Neighbours | None:
         deadline = time.monotonic() + timeout
         sockets: list[socket.socket | None] = [None] * world
         reached = all(_call(sockets, peer, invitations[peer], rank, deadline) for peer in range(rank))
-        # A connection succeeds before it is accepted, so all ranks know whether to continue before anyone waits.
         if not all(one.host for one in _exchange(group, _Invitation(b"yes" if reached else b""))):
             for one in sockets:
                 if one is not None:
                     one.close()
             return None
-        _answer(listener, sockets, rank, own.secret, deadline)
+        _accept(listener, sockets, rank, own.secret)
     return Neighbours(sockets, timeout)
 
 
@@ -158,7 +152,7 @@ def _call(sockets: list[socket.socket | None], peer: int, invitation: _Invitatio
         with _short_path(invitation.directory) as path:
             while (error := connection.connect_ex(path)) == errno.EAGAIN and time.monotonic() < deadline:
                 time.sleep(_RETRY)  # its queue is full
-        if error or not _is_ours(connection):
+        if error:
             return False
         os.close(os.open(invitation.memory, os.O_RDWR))
         connection.send(rank.to_bytes(4, "little") + invitation.secret)
@@ -167,67 +161,16 @@ def _call(sockets: list[socket.socket | None], peer: int, invitation: _Invitatio
     return True
 
 
-def _is_ours(connection: socket.socket) -> bool:
-    """Whether the process at the other end belongs to this user."""
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    return bool(struct.unpack("3i", credentials)[1] == os.getuid())
-
-
-def _answer(
-    listener: socket.socket, sockets: list[socket.socket | None], rank: int, secret: bytes, deadline: float
-) -> None:
-    """Accepts the calls of all ranks after this one, in any order and among calls of strangers.
-
-    Raises:
-        TimeoutError: at the deadline; names the ranks that have not called.
-    """
-    poller, callers = select.poll(), dict[int, socket.socket]()
-    poller.register(listener, select.POLLIN)
-    try:
-        while missing := [peer for peer in range(rank + 1, len(sockets)) if sockets[peer] is None]:
-            left = deadline - time.monotonic()
-            ready = poller.poll(max(left, 0) * 1000)
-            if not ready and left <= 0:
-                raise TimeoutError(
-                    f"ranks {missing} of the group have not connected to rank {rank} over shared memory; "
-                    "read their logs, or set SHARDKIT_SHARED_MEMORY=0 on any rank to do without"
-                )
-            for fd, _ in ready:
-                if fd == listener.fileno():
-                    if (caller := _admit(listener)) is not None:
-                        callers[caller.fileno()] = caller
-                        poller.register(caller, select.POLLIN)
-                    continue
-                poller.unregister(fd)
-                caller = callers.pop(fd)
-                peer = _who(caller, secret)
-                if peer in missing and sockets[peer] is None:
-                    sockets[peer] = caller
-                else:
-                    caller.close()
-    finally:
-        for caller in callers.values():
-            caller.close()
-
-
-def _admit(listener: socket.socket) -> socket.socket | None:
-    """Accepts a connection; None if the caller has already gone, or belongs to another user and is disconnected."""
-    try:
+def _accept(listener: socket.socket, sockets: list[socket.socket | None], rank: int, secret: bytes) -> None:
+    """Accepts the calls of all ranks after this one, which have called by now; hangs up on others: Note [Strangers]."""
+    while None in sockets[rank + 1 :]:
         caller, _ = listener.accept()
-    except OSError:
-        return None
-    if _is_ours(caller):
-        return caller
-    caller.close()
-    return None
-
-
-def _who(caller: socket.socket, secret: bytes) -> int:
-    """The rank of a caller, -1 if it does not know the secret."""
-    try:
-        greeting = caller.recv(4 + len(secret) + 1, socket.MSG_DONTWAIT)
-    except OSError:
-        return -1
-    if not hmac.compare_digest(greeting[4:], secret):
-        return -1
-    return int.from_bytes(greeting[:4], "little")
+        try:
+            greeting = caller.recv(4 + len(secret) + 1, socket.MSG_DONTWAIT)
+        except OSError:
+            greeting = b""
+        peer = int.from_bytes(greeting[:4], "little")
+        if hmac.compare_digest(greeting[4:], secret) and rank < peer < len(sockets) and sockets[peer] is None:
+            sockets[peer] = caller
+        else:
+            caller.close()

@@ -27,7 +27,7 @@ import socket
 import struct
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from enum import IntEnum
 from typing import Concatenate, ParamSpec, TypeAlias, TypeVar
 
@@ -82,10 +82,8 @@ class Neighbours:
 
     def __init__(self, sockets: list[socket.socket | None], timeout: float) -> None:
         self.peers = tuple(peer for peer, one in enumerate(sockets) if one is not None)
-        self._connections = {
-            peer: Connection(peer, one, timeout) for peer, one in enumerate(sockets) if one is not None
-        }
-        self._patience = min(timeout * 1000, 2**31 - 1)  # milliseconds
+        self._connections = {peer: Connection(peer, one) for peer, one in enumerate(sockets) if one is not None}
+        self._timeout = timeout  # seconds
         self._size = len(sockets)
         self._next = dict.fromkeys(Channel, 0)
         self._tables: list[dict[int, PeerTable]] = [{} for _ in sockets]
@@ -95,7 +93,6 @@ class Neighbours:
         self._unwanted: list[set[Operation]] = [set() for _ in sockets]
         self._unreleased: dict[Operation, set[int]] = {}
         self._read: dict[Operation, list[Segment]] = {}  # what the peers of an unreleased operation read
-        self._crowded: set[int] = set()  # peers with messages that wait to be sent
         self._ended: set[int] = set()  # peers found to be gone while waiting for another one
         self._known: set[int] = set()  # tables that the peers have
         self._dropped: list[int] = []
@@ -162,10 +159,7 @@ class Neighbours:
                     self._send(peer, _Kind.DROP, (0, 0), number)
 
     def _send(self, peer: int, kind: _Kind, operation: Operation, number: int, described: bytes = b"") -> None:
-        connection = self._connections[peer]
-        connection.send(_MESSAGE.pack(kind, operation[0], operation[1], number) + described)
-        if connection.unsent:
-            self._crowded.add(peer)
+        self._connections[peer].send(_MESSAGE.pack(kind, operation[0], operation[1], number) + described)
 
     # -- the peers' parts ----------------------------------------------------------------------------------------------
 
@@ -182,12 +176,11 @@ class Neighbours:
             TimeoutError: after the group's timeout.
             RuntimeError: if a peer runs another group, or has gradients of other parameters.
         """
-        if self._crowded:
-            self._wait_until_sent(_Kind.POST, operation)
+        self._wait_until_sent(_Kind.POST, operation)
         tables: list[PeerTable | None] = [None] * self._size
         for peer in self.peers:
             while operation not in self._posted[peer]:
-                self._await(peer)
+                self._listen(peer)
             table = tables[peer] = self._posted[peer][operation]
             if table.label != label:
                 raise RuntimeError(
@@ -202,9 +195,8 @@ class Neighbours:
     def wait_released(self, operation: Operation) -> None:
         """Waits until every peer has read this rank's part of `operation`. Raises as `collect` does."""
         while waiting := self._unreleased.get(operation):
-            self._await(min(waiting))
-        if self._crowded:
-            self._wait_until_sent(_Kind.RELEASE, operation)
+            self._listen(min(waiting))
+        self._wait_until_sent(_Kind.RELEASE, operation)
 
     @_undisturbed
     def is_released(self, operation: Operation) -> bool:
@@ -216,13 +208,6 @@ class Neighbours:
 
     # -- listening -----------------------------------------------------------------------------------------------------
 
-    def _await(self, peer: int) -> None:
-        """Waits for something from `peer`; see Note [Nobody waits to be read]."""
-        if self._crowded:
-            self._listen(peer)
-        else:
-            self._hear(peer, wait=True)
-
     def _wait_until_sent(self, kind: _Kind, operation: Operation) -> None:
         which = _MESSAGE.pack(kind, operation[0], operation[1], 0)[:_WHICH]
         for peer in self.peers:
@@ -230,45 +215,38 @@ class Neighbours:
                 self._listen(peer)
 
     def _listen(self, needed: int) -> None:
-        """Waits until something happens: takes one message from each peer that sent any, sends waiting messages.
+        """Waits until something happens: takes a message from each peer that sent any, and sends waiting messages.
+
+        Other peers that are gone are left to the wait that needs them.
 
         Raises:
-            ConnectionError, TimeoutError: for the peer that is needed.
+            ConnectionError: if the peer that is needed has ended.
+            TimeoutError: if nothing happens within the group's timeout; names that peer.
         """
-        poller = select.poll()
-        listening = {
-            connection.fileno(): peer
-            for peer, connection in self._connections.items()
-            if peer == needed or peer not in self._ended
-        }
-        for fd, peer in listening.items():
-            poller.register(fd, self._connections[peer].awaited)
-        ready = poller.poll(self._patience)
+        poller, listening = select.poll(), {}
+        for peer, connection in self._connections.items():
+            if peer == needed or peer not in self._ended:
+                listening[connection.fileno()] = peer
+                poller.register(connection, connection.awaited)
+        ready = poller.poll(min(self._timeout * 1000, 2**31 - 1))
         if not ready:
-            raise self._connections[needed].late()
+            raise TimeoutError(
+                f"rank {needed} of the group has not come within {self._timeout:.0f} s; "
+                "read its log, or find where it waits with `shardkit watch`"
+            )
         for peer in [listening[fd] for fd, _ in ready]:
-            with self._others_may_be_gone(peer, needed):
+            try:
                 self._hear(peer)
-        for peer in tuple(self._crowded):
-            with self._others_may_be_gone(peer, needed):
                 self._connections[peer].flush()
-            if not self._connections[peer].unsent:
-                self._crowded.discard(peer)
+            except ConnectionError:
+                if peer == needed:
+                    raise
+                self._ended.add(peer)
+                self._connections[peer].unsent.clear()
 
-    @contextlib.contextmanager
-    def _others_may_be_gone(self, peer: int, needed: int) -> Iterator[None]:
-        """Ignores other peers that are gone: a wait that needs one reports it."""
-        try:
-            yield
-        except ConnectionError:
-            if peer == needed:
-                raise
-            self._ended.add(peer)
-            self._connections[peer].unsent.clear()
-
-    def _hear(self, peer: int, *, wait: bool = False) -> bool:
-        """Takes the next message of `peer`, if there is one or `wait` is set; returns whether there was one."""
-        message = self._connections[peer].receive(wait=wait)
+    def _hear(self, peer: int) -> bool:
+        """Takes the next message of `peer`; returns whether there was one."""
+        message = self._connections[peer].receive()
         if message is None:
             return False
         kind, channel, sequence, number = _MESSAGE.unpack_from(message)
