@@ -25,8 +25,12 @@ from torch import nn
 StorageKind: TypeAlias = Literal["unsharded", "packed", "outbox", "reduce_input", "reduce_output", "gradient"]
 
 
+class Event:
+    """The base class of all events."""
+
+
 @dataclass(frozen=True)
-class _Started:
+class _Started(Event):
     """A communication of a parameter group was handed to the process group.
 
     `fqn` is the group's label and `fqns` are its parameters. `bytes` counts the full tensors that are gathered or
@@ -82,7 +86,7 @@ class AllReduceFinished(_Finished):
 
 
 @dataclass(frozen=True)
-class _Storage:
+class _Storage(Event):
     """`bytes` of memory that belong to `fqn` (a parameter or a group's label).
 
     `kind`: `unsharded` (an unsharded parameter), `packed` (the packed buffer of small and unevenly cut parameters),
@@ -105,14 +109,14 @@ class StorageFreed(_Storage):
 
 
 @dataclass(frozen=True)
-class PrefetchHit:
+class PrefetchHit(Event):
     """A group was used whose gather had been launched ahead."""
 
     fqn: str
 
 
 @dataclass(frozen=True)
-class PrefetchMiss:
+class PrefetchMiss(Event):
     """A group was used whose gather had to be launched at that moment."""
 
     fqn: str
@@ -137,7 +141,7 @@ class DeviceSpan:
 
 
 @dataclass(frozen=True)
-class Launched:
+class Launched(Event):
     """The host spent `seconds` on starting a communication: packing, writing its own chunks, submitting it.
 
     `operation` is the work of the lane: "all-gather" or "reduce-scatter" (with the all-reduce that may follow). On a
@@ -151,7 +155,7 @@ class Launched:
 
 
 @dataclass(frozen=True)
-class WaitStarted:
+class WaitStarted(Event):
     """This thread cannot continue until a communication of `fqn` does.
 
     `operation`: as in `Launched`, or "release" (until peers have read this rank's shards), "set-up" (until all ranks
@@ -183,7 +187,7 @@ class WaitFailed(WaitStarted):
 
 
 @dataclass(frozen=True)
-class _ModulePhase:
+class _ModulePhase(Event):
     """`phase`: `forward`, `backward`, or `recompute` (activation checkpointing runs forward again in backward)."""
 
     fqn: str
@@ -200,64 +204,36 @@ class ModuleEnded(_ModulePhase):
 
 
 @dataclass(frozen=True)
-class BackwardEnded:
+class BackwardEnded(Event):
     """A backward is over. If `last`, all its reductions are done too."""
 
     last: bool
 
 
 @dataclass(frozen=True)
-class RootReady:
+class RootReady(Event):
     """`module` was found to be a root: from now on the names of the modules below it are known."""
 
     module: nn.Module
 
 
-Event: TypeAlias = (
-    GatherStarted
-    | GatherFinished
-    | ReduceStarted
-    | ReduceFinished
-    | AllReduceStarted
-    | AllReduceFinished
-    | StorageAllocated
-    | StorageFreed
-    | PrefetchHit
-    | PrefetchMiss
-    | Launched
-    | WaitStarted
-    | WaitFinished
-    | WaitFailed
-    | ModuleBegan
-    | ModuleEnded
-    | BackwardEnded
-    | RootReady
-)
 Listener: TypeAlias = Callable[[Event], None]
 
 
 class Hub:
-    """The process's listeners. `active` is true while there is one."""
+    """The process's subscriptions. `active` is true while there is one."""
 
     def __init__(self) -> None:
-        self.listeners: tuple[Listener, ...] = ()
+        self.subscriptions: tuple[Subscription, ...] = ()
         self.active = False
         self._lock = threading.Lock()
 
-    def add(self, listener: Listener) -> None:
-        """Append `listener`; a listener added twice receives each event twice."""
+    def change(self, subscription: Subscription, *, is_open: bool) -> None:
+        """Adds or removes a subscription."""
         with self._lock:
-            self.listeners = (*self.listeners, listener)
-            self.active = True
-
-    def remove(self, listener: Listener) -> None:
-        """Remove the first entry of `listener`, if there is one."""
-        with self._lock:
-            remaining = list(self.listeners)
-            if listener in remaining:
-                remaining.remove(listener)
-            self.listeners = tuple(remaining)
-            self.active = bool(remaining)
+            others = tuple(one for one in self.subscriptions if one is not subscription)
+            self.subscriptions = (*others, subscription) if is_open else others
+            self.active = bool(self.subscriptions)
 
 
 hub = Hub()
@@ -267,14 +243,12 @@ class Subscription:
     """A listener's registration in the hub; ends with `close` or with the `with` block it opens."""
 
     def __init__(self, listener: Listener) -> None:
-        self._listener: Listener | None = listener
-        hub.add(listener)
+        self.listener = listener
+        hub.change(self, is_open=True)
 
     def close(self) -> None:
         """Stop listening. Closing twice is harmless."""
-        listener, self._listener = self._listener, None
-        if listener is not None:
-            hub.remove(listener)
+        hub.change(self, is_open=False)
 
     def __enter__(self) -> Subscription:
         return self
@@ -290,8 +264,8 @@ def subscribe(listener: Listener) -> Subscription:
 
 def emit(event: Event) -> None:
     """Pass `event` to every listener. Check `hub.active` first, so that no event is built without listeners."""
-    for listener in hub.listeners:
-        listener(event)
+    for subscription in hub.subscriptions:
+        subscription.listener(event)
 
 
 @contextlib.contextmanager
