@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import itertools
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -28,7 +29,7 @@ from shardkit.core import events
 from shardkit.core.engine.step import state_of
 from shardkit.core.fully_shard import fully_shard
 from shardkit.core.module import register_fsdp_forward_method, share_comm_ctx
-from shardkit.core.torch_compat import STOCK_FUNCTIONS, guard_stock_states, modules_of_stock, stock_part
+from shardkit.core.torch_compat import STOCK_FUNCTIONS, guard_stock_states, stock_part
 from shardkit.core.version import __version__
 
 __all__ = ["install", "uninstall"]
@@ -73,16 +74,14 @@ def install(*, fsdp1: bool = False, announce: bool = True) -> tuple[str, ...]:
         The dotted names that this call replaced, sorted; empty if all had already been replaced.
 
     Raises:
-        RuntimeError: if torch lacks a name to replace or other software has
-            replaced it, if torch's own engine has already sharded a module, or if `fsdp1` is set and
+        RuntimeError: if torch lacks a name to replace or other software has replaced it, or if `fsdp1` is set and
             shardkit-legacy-fsdp-compat is not installed. Nothing is replaced then.
 
-    Not collective; call it on all ranks, before the model is sharded.
+    Not collective; call it on all ranks, before the model is sharded: what torch has sharded stays torch's.
     """
     if _current.undo and (_current.fsdp1 or not fsdp1):
         return _bind(_current.replacements)
     _check_homes()
-    _check_models(fsdp1)
     added = [] if _current.undo else list(_replacements_of_fsdp2())
     added += _replacements_of_fsdp1() if fsdp1 else ()
     if not _current.undo:
@@ -109,33 +108,19 @@ def uninstall() -> tuple[str, ...]:
 
 
 def _check_homes() -> None:
-    for name in _REQUIRED:
-        stock = STOCK_FUNCTIONS.get(name)
-        ours = _installed_function(name)
-        for home in _HOMES:
-            module = sys.modules.get(home)
-            bound = None if module is None else vars(module).get(name)
-            if module is None and home != _PACKAGE:
-                continue
-            if bound is None or stock is None:
-                raise RuntimeError(
-                    f"torch {torch.__version__} has no {home}.{name}, which shardkit.core.install() replaces; use a "
-                    "version of torch that shardkit supports"
-                )
-            if bound is not stock and bound is not ours:
-                raise RuntimeError(
-                    f"{home}.{name} is not torch's own but {bound!r} of {getattr(bound, '__module__', '?')}; call "
-                    "shardkit.core.install() before other software replaces it, or leave that software out"
-                )
-
-
-def _check_models(fsdp1: bool) -> None:
-    names = sorted({type(module).__name__ for module in modules_of_stock(fsdp1)})
-    if names:
-        raise RuntimeError(
-            f"torch's own FSDP has sharded modules already: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}. "
-            "Call shardkit.core.install() before the first module is sharded"
-        )
+    known = [one for pair in _current.replacements for one in pair]
+    for home, name in itertools.product(_HOMES, _REQUIRED):
+        bound = getattr(sys.modules.get(home), name, None)
+        if bound is None and home in sys.modules:
+            raise RuntimeError(
+                f"torch {torch.__version__} has no {home}.{name}, which shardkit.core.install() replaces; use a "
+                "version of torch that shardkit supports"
+            )
+        if bound is not None and bound is not STOCK_FUNCTIONS.get(name) and bound not in known:
+            raise RuntimeError(
+                f"{home}.{name} is not torch's own but {bound!r} of {getattr(bound, '__module__', '?')}; call "
+                "shardkit.core.install() before other software replaces it, or leave that software out"
+            )
 
 
 def _refuse_stock() -> None:
@@ -169,10 +154,6 @@ def _in_place_of(stock: Callable[..., Any], ours: Callable[..., Any]) -> Callabl
 
     function.__module__, function.__name__, function.__qualname__ = stock.__module__, stock.__name__, stock.__qualname__
     return function
-
-
-def _installed_function(name: str) -> Any:
-    return next((ours for theirs, ours in _current.replacements if theirs is STOCK_FUNCTIONS.get(name)), None)
 
 
 def _replacements_of_fsdp1() -> Iterator[tuple[Any, Any]]:
