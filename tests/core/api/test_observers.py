@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from shardkit.core import observers
 from shardkit.core.observers import start_observers
 
 
@@ -18,17 +17,16 @@ def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]
     started: list[str] = []
     module = types.ModuleType("somebodys_observers")
     module.watch = lambda: started.append("watch")  # type: ignore[attr-defined]
-    module.count_bytes = lambda: started.append("count_bytes")  # type: ignore[attr-defined]
+    module.profile = lambda: started.append("profile")  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
     metadata = tmp_path / "somebody-1.0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: somebody\nVersion: 1.0\n")
-    names = "".join(f"{name} = somebodys_observers:{name}\n" for name in ("watch", "count_bytes"))
+    names = "".join(f"{name} = somebodys_observers:{name}\n" for name in ("watch", "profile"))
     (metadata / "entry_points.txt").write_text(f"[shardkit.observers]\n{names}")
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    for name in ("SHARDKIT_WATCH", "SHARDKIT_PROFILE", "SHARDKIT_COUNT_BYTES"):
+    for name in ("SHARDKIT_WATCH", "SHARDKIT_PROFILE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(observers, "_started", set())
     start_observers.cache_clear()
     yield started
     start_observers.cache_clear()
@@ -39,7 +37,7 @@ def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]
     [
         ({}, []),
         ({"SHARDKIT_WATCH": "1"}, ["watch"]),
-        ({"SHARDKIT_WATCH": "0", "SHARDKIT_COUNT_BYTES": "yes"}, ["count_bytes"]),
+        ({"SHARDKIT_WATCH": "0", "SHARDKIT_PROFILE": "yes"}, ["profile"]),
         ({"SHARDKIT_WATCH": ""}, []),
     ],
 )
@@ -57,29 +55,10 @@ def test_those_that_are_asked_for_start_once(
 
 def test_one_that_nobody_offers_is_not_missed_in_silence(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHARDKIT_PROFILE", "records")
+    monkeypatch.setattr(sys, "path", [])
     with pytest.warns(
         UserWarning,
         match=r"SHARDKIT_PROFILE is set, but .* entry point 'profile' in group shardkit.observers; install",
     ):
         start_observers()
     assert calls == []
-
-
-def test_one_that_fails_is_tried_again_and_the_others_are_not(
-    calls: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    module = sys.modules["somebodys_observers"]
-    start = module.count_bytes
-
-    def cannot_read_a_setting() -> None:
-        raise ValueError("SHARDKIT_COUNT_BYTES=much")
-
-    for name in ("SHARDKIT_WATCH", "SHARDKIT_COUNT_BYTES"):
-        monkeypatch.setenv(name, "much")
-    monkeypatch.setattr(module, "count_bytes", cannot_read_a_setting)
-    with pytest.raises(ValueError, match="much"):
-        start_observers()
-    monkeypatch.setattr(module, "count_bytes", start)
-    start_observers()
-    start_observers()
-    assert calls == ["watch", "count_bytes"]

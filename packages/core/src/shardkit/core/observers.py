@@ -1,8 +1,8 @@
 """Observers and logs of a program, started by the environment, so that no script has to change.
 
-An installed distribution offers an observer as an entry point of the group `shardkit.observers`: a function without
-arguments, which subscribes to events. One named `watch` is called in every process whose environment has
-`SHARDKIT_WATCH` set (and not to 0), at the first `fully_shard` call.
+An observer is a function without arguments that subscribes to events, in an entry point of the group
+`shardkit.observers`. Those of shardkit-tools, `profile` and `watch`, are called at the first `fully_shard` in every
+process whose environment has `SHARDKIT_PROFILE` or `SHARDKIT_WATCH` set (and not to 0).
 
 SHARDKIT_LOGS says which of shardkit's loggers write to stderr, with the rank in each line. Loggers have the names of
 modules, such as `shardkit.core.engine.root`, and a program may configure them itself. The variable has the form of
@@ -23,10 +23,7 @@ import torch.distributed as dist
 __all__ = ["start_logs", "start_observers"]
 
 _GROUP = "shardkit.observers"
-_PREFIX = "SHARDKIT_"
-# Names whose variables are only set to request an observer: a missing one must not go unnoticed.
-_EXPECTED = ("profile", "watch")
-_started: set[tuple[str, str]] = set()
+_NAMES = ("profile", "watch")
 
 _LOGS = "SHARDKIT_LOGS"
 _PARTS = ("core.engine", "core.checkpoint")
@@ -34,31 +31,27 @@ _PARTS = ("core.engine", "core.checkpoint")
 
 @functools.cache
 def start_observers() -> None:
-    """Starts the observers and logs that the environment requests, each once in a process.
+    """Starts the observers and logs that the environment requests, once in a process.
 
     Raises:
-        Any exception of an observer, for example for a setting that it cannot read. The next call tries it again.
+        Any exception of an observer, for example for a setting that it cannot read.
     """
-    if not any(name.startswith(_PREFIX) for name in os.environ):
+    if not any(name.startswith("SHARDKIT_") for name in os.environ):
         return
-    wanted = {name for name in _EXPECTED if _asked_for(name)}
     start_logs()
-    for entry in entry_points(group=_GROUP):
-        if _asked_for(entry.name):
-            wanted.discard(entry.name)
-            if (entry.name, entry.value) not in _started:
-                entry.load()()
-                _started.add((entry.name, entry.value))
-    for name in sorted(wanted):
-        warnings.warn(
-            f"{_PREFIX}{name.upper()} is set, but no installed package has the entry point '{name}' in group "
-            f"{_GROUP}; install the package or unset the variable",
-            stacklevel=3,
-        )
-
-
-def _asked_for(name: str) -> bool:
-    return os.environ.get(_PREFIX + name.upper(), "0") not in ("", "0")
+    for name in _NAMES:
+        variable = f"SHARDKIT_{name.upper()}"
+        if os.environ.get(variable, "0") in ("", "0"):
+            continue
+        for entry in entry_points(group=_GROUP, name=name):
+            entry.load()()
+            break
+        else:
+            warnings.warn(
+                f"{variable} is set, but no installed package has the entry point '{name}' in group {_GROUP}; install "
+                "the package or unset the variable",
+                stacklevel=3,
+            )
 
 
 @functools.cache
