@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -60,19 +59,3 @@ def test_cuts_lie_at_multiples_and_owned_tensors_are_whole(layout: ChunkLayout) 
     assert runs == list(enumerate(layout.lengths()))
     assert layout.numel <= layout.flat_numel < layout.numel + layout.world_size * max(1, layout.numel)
     assert layout.flat_numel % layout.world_size == 0
-
-
-@pytest.mark.parametrize(
-    ("shape", "dim", "world_size", "message"),
-    [
-        ((), 0, 2, "shape ()"),
-        ((3,), 1, 2, "dim 1"),
-        ((3,), -1, 2, "dim -1"),
-        ((3, -1), 0, 2, "negative"),
-        ((3,), 0, 0, "0 ranks"),
-    ],
-)
-def test_impossible_layouts_are_refused(shape: tuple[int, ...], dim: int, world_size: int, message: str) -> None:
-    with pytest.raises(ValueError, match="cannot cut shape") as error:
-        ChunkLayout(shape, dim, world_size)
-    assert message in str(error.value)

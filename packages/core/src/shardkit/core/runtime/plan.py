@@ -15,7 +15,7 @@ import contextlib
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -75,6 +75,27 @@ class Mean:
             return self
         assert self.before is None and self.after is None, "AVG takes no divisors"
         return Mean(after=float(world_size))
+
+    def add_up(self, own: torch.Tensor, earlier: Iterable[torch.Tensor], later: Iterable[torch.Tensor]) -> None:
+        """Makes this rank's `own` terms the result: SUM, with the terms of the ranks before and after it.
+
+        Terms are like `own`, and are written to. Note [Rank order]: floating-point addition is not associative, so a
+        sum in order of arrival would differ from run to run. It is `((t0 + t1) + t2) + ...`, in order of ranks.
+        """
+
+        def divided(term: torch.Tensor) -> torch.Tensor:
+            return term if self.before is None else term.div_(self.before)
+
+        divided(own)
+        before_own: torch.Tensor | None = None
+        for term in map(divided, earlier):
+            before_own = term if before_own is None else before_own.add_(term)
+        if before_own is not None:
+            own.add_(before_own)
+        for term in map(divided, later):
+            own.add_(term)
+        if self.after is not None:
+            own.div_(self.after)
 
 
 class Transport(ABC):

@@ -45,9 +45,6 @@ class ChunkLayout:
         padded_numel: elements of all ranks' padded chunks together.
         flat_numel: elements of the flat tensor under an unsharded one.
         has_equal_slots: whether that is one padded slot for each rank, so that a collective can gather into it.
-
-    Raises `ValueError` for a shape without dims, a negative size, a dim out of range, a world size or unit below one,
-    or an owner that is not one of the ranks.
     """
 
     shape: tuple[int, ...]
@@ -64,23 +61,6 @@ class ChunkLayout:
     has_equal_slots: bool = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        if not self.shape:
-            raise ValueError("cannot cut shape (): a layout needs at least one dim; replicate 0-dim tensors instead")
-        if any(size < 0 for size in self.shape):
-            raise ValueError(f"cannot cut shape {self.shape}: sizes must not be negative")
-        if not 0 <= self.dim < len(self.shape):
-            raise ValueError(
-                f"cannot cut shape {self.shape} on dim {self.dim}: expected a dim in [0, {len(self.shape) - 1}]"
-            )
-        if self.world_size < 1:
-            raise ValueError(f"cannot cut shape {self.shape} over {self.world_size} ranks: expected at least 1")
-        if self.unit < 1:
-            raise ValueError(f"cannot cut shape {self.shape} at multiples of {self.unit}: expected at least 1")
-        if self.owner is not None and not 0 <= self.owner < self.world_size:
-            raise ValueError(
-                f"rank {self.owner} cannot own a tensor of shape {self.shape}: expected a rank in "
-                f"[0, {self.world_size - 1}]"
-            )
         size, numel = self.shape[self.dim], math.prod(self.shape)
         chunk = size if self.owner is not None else -(-size // (self.world_size * self.unit)) * self.unit
         shape = (*self.shape[: self.dim], chunk, *self.shape[self.dim + 1 :])

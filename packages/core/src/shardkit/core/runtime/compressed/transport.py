@@ -3,8 +3,8 @@
 In a gather every rank's chunks are sent as one row and unpacked into place. This rank's own chunk is rounded through
 the wire format too, so that all ranks compute with the same parameters.
 
-In a reduction rows of gradients go to their owners, who sum them in fp32, in rank order (`shared/transport.py`, Note
-[Rank order]). A rank's own terms are not sent, so they are not rounded.
+In a reduction rows of gradients go to their owners, who sum them in fp32, in rank order (`plan.py`, Note [Rank order]).
+A rank's own terms are not sent, so they are not rounded.
 """
 
 from __future__ import annotations
@@ -170,9 +170,10 @@ class CompressedTransport(Transport):
             try:
                 if any(rows.sent) or any(rows.received):
                     yield self._over.exchange(outgoing, rows.sent, incoming, rows.received)
-                _sum(plan, rows, incoming, total, mean.before)
-                if mean.after is not None:
-                    total.div_(mean.after)
+                if total.numel():
+                    rank, after = plan.rank, self.world_size - plan.rank - 1
+                    earlier = _terms(rows, incoming, total, RowRun(0, rank, rows.own))
+                    mean.add_up(total, earlier, _terms(rows, incoming, total, RowRun(rank + 1, after, rows.own)))
                 output.copy_(total)
             finally:
                 for buffer in (outgoing, total, incoming):
@@ -220,25 +221,7 @@ def _unpack(plan: GatherPlan, rows: GatherRows, flats: Sequence[torch.Tensor], b
                 places.copy_(chunks.view(places.shape))
 
 
-def _sum(plan: ReducePlan, rows: ReduceRows, incoming: torch.Tensor, total: torch.Tensor, before: float | None) -> None:
-    """Adds the peers' terms, in rank order, to this rank's own terms in `total`."""
-    if not total.numel():
-        return
-    if before is not None:
-        total.div_(before)
-    rank, world = plan.rank, plan.transport.world_size
-    earlier: torch.Tensor | None = None
-    for term in _terms(rows, incoming, total, before, RowRun(0, rank, rows.own)):
-        earlier = term if earlier is None else earlier.add_(term)
-    if earlier is not None:
-        total.add_(earlier)
-    for term in _terms(rows, incoming, total, before, RowRun(rank + 1, world - rank - 1, rows.own)):
-        total.add_(term)
-
-
-def _terms(
-    rows: ReduceRows, incoming: torch.Tensor, total: torch.Tensor, before: float | None, run: RowRun
-) -> Iterator[torch.Tensor]:
+def _terms(rows: ReduceRows, incoming: torch.Tensor, total: torch.Tensor, run: RowRun) -> Iterator[torch.Tensor]:
     """The terms that each rank of `run` has sent, like `total`."""
     for first, ranks in run.batches(total.numel(), total.device):
         terms, end = total.new_empty(ranks, total.numel()), 0
@@ -246,6 +229,4 @@ def _terms(
             wire = strided(incoming, (ranks, nbytes), (run.row.nbytes, 1), rows.received_at[first] + start)
             rows.formats[item].read(wire, terms[:, end : end + numel])
             end += numel
-        if before is not None:
-            terms.div_(before)
         yield from terms

@@ -6,16 +6,14 @@ memory, all of the group's are copied to the outbox first. A peer may read a sha
 done; `SharedTransport.wait_until_read` waits for that, before the owner may change the shard.
 
 In a reduction each rank copies the rows of its gradients that peers own to its outbox, so that the gradients can be
-freed at once. It then adds up its own rows from the outboxes of its peers.
-
-Note [Rank order]: floating-point addition is not associative, so a sum in order of arrival would differ from run to
-run. The owner adds the terms in rank order: `((t0 + t1) + t2) + ...`. This rank's own terms wait in the output.
+freed at once. It then adds up its own rows from the outboxes of its peers, in rank order (`plan.py`, Note [Rank
+order]). This rank's own terms wait in the output.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from operator import is_
 from typing import TypeAlias
 from weakref import WeakKeyDictionary
@@ -286,10 +284,9 @@ class SharedTransport(Transport):
         try:
             with reported(plan, launched):
                 yield (posting,)
-                terms = [None if peer is None else peer[plan.rank] for peer in posting.peers]
-                _sum(plan, terms, output, mean.before)
-                if mean.after is not None:
-                    output.div_(mean.after)
+                if output.numel():
+                    earlier, later = posting.peers[: plan.rank], posting.peers[plan.rank + 1 :]
+                    mean.add_up(output, _terms(plan, earlier), _terms(plan, later))
         finally:
             posting.release()
         return output
@@ -315,23 +312,8 @@ class SharedTransport(Transport):
         return self._post_parcel(parcel, table, Channel.REDUCE)
 
 
-def _sum(plan: ReducePlan, terms: list[torch.Tensor | None], output: torch.Tensor, before: float | None) -> None:
-    """Adds the peers' terms, in rank order, to this rank's own terms in `output`."""
-    if not output.numel():
-        return
-    if before is not None:
-        output.div_(before)
-    earlier = _term(plan, terms[0], before) if plan.rank else None
-    if earlier is not None:
-        for term in terms[1 : plan.rank]:
-            earlier.add_(_term(plan, term, before))
-        output.add_(earlier)
-    for term in terms[plan.rank + 1 :]:
-        output.add_(_term(plan, term, before))
-
-
-def _term(plan: ReducePlan, term: torch.Tensor | None, before: float | None) -> torch.Tensor:
-    """A peer's row as a term that may be changed in place: it may be the peer's own memory, which nobody else reads."""
-    assert term is not None and term.numel() == plan.output_numel, plan.label
-    term = term.to(plan.reduce_dtype)
-    return term if before is None else term.div_(before)
+def _terms(plan: ReducePlan, peers: Sequence[list[torch.Tensor] | None]) -> Iterator[torch.Tensor]:
+    """The peers' rows, which may be changed in place: they may be the peers' own memory, which nobody else reads."""
+    for tensors in peers:
+        assert tensors is not None and tensors[plan.rank].numel() == plan.output_numel, plan.label
+        yield tensors[plan.rank].to(plan.reduce_dtype)
