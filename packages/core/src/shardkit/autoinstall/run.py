@@ -15,8 +15,6 @@ from pathlib import Path
 
 from shardkit.autoinstall import _RECORDS, FSDP1, FSDP2, NAMES_GROUP, NEEDS_FSDP1, VARIABLE
 
-__all__ = ["main", "run", "run_command"]
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """`python -m shardkit.core run`; returns the exit status."""

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["number_of", "numbers_of"]
-
 _SAMPLES = 1024
 
 

@@ -14,16 +14,6 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from shardkit.core.policies import DataParallelMeshDims
 from shardkit.core.torch_compat import flattened_axis, joined_mesh
 
-__all__ = [
-    "DataParallelMesh",
-    "PostForwardMesh",
-    "data_parallel_mesh",
-    "default_mesh",
-    "device_of",
-    "groups_of_copies",
-    "post_forward_mesh",
-]
-
 
 @dataclass(frozen=True)
 class DataParallelMesh:

@@ -20,8 +20,6 @@ from importlib.metadata import entry_points
 
 import torch.distributed as dist
 
-__all__ = ["start_logs", "start_observers"]
-
 _GROUP = "shardkit.observers"
 _NAMES = ("profile", "watch")
 

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["GROUP_NAMES", "PARAM_NAMES", "STATE_NAMES", "MeshInfo", "answers_stock_names"]
-
 _C = TypeVar("_C", bound=type)
 
 

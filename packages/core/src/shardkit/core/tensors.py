@@ -15,15 +15,6 @@ from torch import nn
 
 from shardkit.core.torch_compat import NOTES_ON_MODULES
 
-__all__ = [
-    "cast_floating",
-    "map_tensors",
-    "reachable_tensors",
-    "tensors_in",
-    "tensors_kept_by",
-    "tensors_with_grad",
-]
-
 # Entries that every module has in its __dict__: hooks, parameters, children, and those added by sharding.
 _OF_ANY_MODULE = frozenset({*nn.Module().__dict__, *NOTES_ON_MODULES})
 _NO_TENSORS = frozenset({bool, int, float, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size})

@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["UsersCodeError", "import_named", "users_code"]
-
 _SHOWN = 300
 _OURS = tuple(f"/shardkit/{package}/" for package in ("core", "legacy_fsdp_compat", "tools", "tp_adapter"))
 _NOT_THEIRS = ("/site-packages/", "/lib/python3", "<frozen ", *_OURS)

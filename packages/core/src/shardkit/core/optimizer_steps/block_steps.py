@@ -22,18 +22,6 @@ from shardkit.core.parameters.placements import Blocks, Owned, is_ours
 from shardkit.core.parameters.region import region_at
 from shardkit.core.torch_compat import like_dtensor, local_of, new_dtensor
 
-__all__ = [
-    "carry_overrides",
-    "check_blocks",
-    "inner_tensors",
-    "is_laid_out_by_block",
-    "join_parts",
-    "parts_of",
-    "scales_of_shards",
-    "steps_by_block",
-    "target_by_block",
-]
-
 # bitsandbytes' names of algorithms. "lamb" and "lars" need norms of whole parameters; "ademamix" has state of twice the
 # parameter's shape.
 _BITSANDBYTES = {"adagrad", "adam", "lion", "momentum", "rmsprop"}

@@ -59,8 +59,6 @@ from shardkit.core.torch_compat import (
     no_dynamo,
 )
 
-__all__ = ["NUMBERS", "PlainSteps", "Twin", "lent", "plain_steps_of", "restore_interrupted_steps", "use_steps"]
-
 _States: TypeAlias = defaultdict[Any, dict[str, Any]]
 
 _ATTRIBUTE = "_shardkit_plain_steps"  # of the optimizer, which neither pickles nor copies it

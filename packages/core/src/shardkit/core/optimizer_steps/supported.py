@@ -22,8 +22,6 @@ from shardkit.core.parameters.placed import PlacedTensor
 from shardkit.core.parameters.placements import Blocks, Owned, is_ours
 from shardkit.core.parameters.region import regions_of_mesh
 
-__all__ = ["ELEMENTWISE", "lacks_state_somewhere", "plain_parameters", "steps_by_element", "steps_on_empty"]
-
 ELEMENTWISE = (
     torch.optim.ASGD,
     torch.optim.Adadelta,

@@ -25,8 +25,6 @@ from shardkit.core.runtime.plan import Transport
 from shardkit.core.runtime.shared.meeting import neighbours_of
 from shardkit.core.runtime.shared.transport import SharedTransport
 
-__all__ = ["Communication", "Transports", "coalesces", "may_share_memory", "stand_ins", "transport_for"]
-
 StandIn: TypeAlias = Callable[[dist.ProcessGroup, torch.device], Transport]
 """Returns a transport that replaces that of a group, for tensors on a device."""
 

@@ -20,8 +20,6 @@ from shardkit.core.runtime.plan import GatherPlan, Mean, NetworkTransport, Reduc
 from shardkit.core.runtime.storage import note_allocated, note_freed
 from shardkit.core.torch_compat import foreach_copy_, foreach_zero_
 
-__all__ = ["PLAIN_DTYPES", "C10dTransport", "all_reduce", "gather_alone"]
-
 # Dtypes that every backend gathers. Other dtypes, and lists of several, are sent as bytes.
 PLAIN_DTYPES = {torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.int32, torch.int64}
 

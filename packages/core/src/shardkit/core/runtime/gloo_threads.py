@@ -14,8 +14,6 @@ import functools
 import time
 from pathlib import Path
 
-__all__ = ["wait_at_exit"]
-
 _THREAD = "pt_gloo_runloop"  # the name that ProcessGroupGloo gives its threads
 _QUIET_LOOKS = 3
 _PATIENCE_S = 5.0

@@ -28,8 +28,6 @@ import torch.distributed as dist
 
 from shardkit.core import torch_compat
 
-__all__ = ["RegisteredMemory", "require_memory"]
-
 
 @dataclass(frozen=True)
 class RegisteredMemory:

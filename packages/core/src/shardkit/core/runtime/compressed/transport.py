@@ -32,8 +32,6 @@ from shardkit.core.runtime.plan import (
 )
 from shardkit.core.runtime.storage import note_allocated, note_freed
 
-__all__ = ["CompressedTransport"]
-
 
 class GatherRows:
     """A plan's rows by runs of ranks, and this rank's own row. In the buffer each takes `row_nbytes`."""

@@ -17,8 +17,6 @@ import torch
 
 from shardkit.core.runtime.sharding import ChunkLayout, runs_together
 
-__all__ = ["AsDtype", "Int8Blocks", "Row", "RowRun", "WireFormat", "chunks_of", "format_of", "rows_of"]
-
 _LARGEST = 127
 # Below fp32's least normal number a scale loses its precision; such blocks (magnitudes below 1.5e-36) become zeros.
 _LEAST_SCALE = torch.finfo(torch.float32).tiny

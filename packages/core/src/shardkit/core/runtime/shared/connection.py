@@ -11,8 +11,6 @@ import select
 import socket
 from collections import deque
 
-__all__ = ["Connection"]
-
 _PIECE = 1 << 15  # bytes of a message that go at once, after a byte that says whether they are the last ones
 
 

@@ -31,8 +31,6 @@ from shardkit.core.runtime.shared import segment
 from shardkit.core.runtime.shared.neighbours import Neighbours
 from shardkit.core.torch_compat import timeout_of
 
-__all__ = ["neighbours_of", "possible"]
-
 _RECORD = 512  # bytes of the message that ranks exchange before they meet
 _SECRET = 16  # bytes
 _QUEUE = 4096  # callers that the kernel lets wait: more than the ranks of a host

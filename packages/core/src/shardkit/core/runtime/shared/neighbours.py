@@ -35,8 +35,6 @@ from shardkit.core.runtime.shared.connection import Connection
 from shardkit.core.runtime.shared.segment import Mapping, Segment
 from shardkit.core.runtime.shared.tables import PeerTable, Table
 
-__all__ = ["Channel", "Neighbours", "Operation"]
-
 _MESSAGE = struct.Struct("<BBxxxxxxqq")
 _WHICH = 16  # bytes of a message that identify the operation; the table's number follows
 

@@ -30,8 +30,6 @@ from shardkit.core.runtime.shared.tables import Gradients, Table
 from shardkit.core.runtime.storage import note_allocated, note_freed
 from shardkit.core.torch_compat import foreach_copy_
 
-__all__ = ["Outbox", "Posting", "SharedTransport"]
-
 Specs: TypeAlias = tuple[tuple[int, torch.dtype], ...]
 """Elements and dtype of each tensor of a parcel."""
 
