@@ -138,8 +138,7 @@ def _replacements_of_fsdp2() -> Iterator[tuple[Any, Any]]:
     for name, stock in STOCK_FUNCTIONS.items():
         yield stock, _in_place_of(stock, _OURS[name])
     get_state = stock_part("_fsdp_state", "_get_module_fsdp_state")
-    if get_state is not None:
-        yield get_state, _in_place_of(get_state, lambda module: state_of(module) or get_state(module))
+    yield get_state, _in_place_of(get_state, lambda module: state_of(module) or get_state(module))
 
 
 def _in_place_of(stock: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:

@@ -18,6 +18,7 @@ import torch.distributed.checkpoint.state_dict as dcp_state_dict
 import torch.distributed.fsdp as stock_fsdp
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed import _composable_state
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed.checkpoint.filesystem import _StorageInfo as CheckpointStorageInfo
 from torch.distributed.device_mesh import DeviceMesh
@@ -49,13 +50,11 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 StockDataParallelMeshDims: Any = getattr(stock_fsdp, "DataParallelMeshDims", ())
 
 STOCK_FUNCTIONS: dict[str, Any] = {
-    name: function
-    for name in ("fully_shard", "register_fsdp_forward_method", "share_comm_ctx")
-    if (function := getattr(stock_fsdp, name, None)) is not None
+    name: getattr(stock_fsdp, name) for name in ("fully_shard", "register_fsdp_forward_method", "share_comm_ctx")
 }
 """Stock's own functions, whatever `shardkit.core.install` puts in their places later."""
 
-_STOCK_FSDP1: Any = getattr(stock_fsdp, "FullyShardedDataParallel", ())
+_STOCK_FSDP1 = stock_fsdp.FullyShardedDataParallel  # here too: `install` may put ours in its place
 _STOCK_PARTS = "torch.distributed.fsdp._fully_shard"
 
 # The class was added in 2.15, together with stock's rule for `reduce_dtype=None` (gradient_dtype.py).
@@ -360,9 +359,7 @@ def register_with_stock(module: nn.Module, state: object) -> None:
 
     The key is the undecorated function, as in `torch.distributed._composable.contract`.
     """
-    key = getattr(STOCK_FUNCTIONS["fully_shard"], "__wrapped__", None)
-    if key is not None:
-        module.__dict__.setdefault(STATE_KEY, {})[key] = state
+    module.__dict__.setdefault(STATE_KEY, {})[STOCK_FUNCTIONS["fully_shard"].__wrapped__] = state
 
 
 def stock_engine_of(module: nn.Module) -> str | None:
@@ -378,19 +375,18 @@ def stock_engine_of(module: nn.Module) -> str | None:
 
 def stock_modules_around(module: nn.Module) -> list[nn.Module]:
     """The modules that hold `module` and that torch's own `fully_shard` has sharded."""
-    stock = getattr(sys.modules.get("torch.distributed._composable_state"), "_module_state_mapping", ())
-    found = [outer for outer in list(stock) if stock_engine_of(outer) is not None]
+    found = [outer for outer in list(_composable_state._module_state_mapping) if stock_engine_of(outer) is not None]
     return [outer for outer in found if any(module is inner for inner in outer.modules())]
 
 
 def stock_part(name: str, attribute: str) -> Any:
-    """A private name in stock's `fully_shard`, such as `_fsdp_state`; None if torch has no such name."""
-    return getattr(sys.modules.get(f"{_STOCK_PARTS}.{name}"), attribute, None)
+    """A private name in stock's `fully_shard`, such as `_fsdp_state`."""
+    return getattr(sys.modules[f"{_STOCK_PARTS}.{name}"], attribute)
 
 
 def stock_training_state(name: str) -> Any:
     """The member of stock's `TrainingState` (IDLE, FORWARD, PRE_BACKWARD, POST_BACKWARD), for comparisons."""
-    return getattr(stock_part("_fsdp_common", "TrainingState"), name, name)
+    return getattr(stock_part("_fsdp_common", "TrainingState"), name)
 
 
 def guard_stock_states(refuse: Callable[[], None]) -> Callable[[], None]:
@@ -399,8 +395,6 @@ def guard_stock_states(refuse: Callable[[], None]) -> Callable[[], None]:
     Each call creates an `FSDPState` before it changes anything. Torch's `replicate` creates one of a subclass.
     """
     cls = stock_part("_fsdp_state", "FSDPState")
-    if cls is None:
-        return lambda: None
     original = cls.__init__
 
     @functools.wraps(original)
@@ -435,8 +429,8 @@ foreach_copy_: Callable[..., None] = torch._foreach_copy_
 foreach_norm: Callable[..., Sequence[torch.Tensor]] = torch._foreach_norm
 foreach_scale_: Callable[..., None] = torch._foreach_mul_
 foreach_zero_: Callable[..., None] = torch._foreach_zero_
-# Chunks of several tensors, one row of a matrix for each rank, padded with zeros; None if torch lacks it.
-chunk_cat: Callable[..., torch.Tensor] | None = getattr(torch, "_chunk_cat", None)
+# Chunks of several tensors, one row of a matrix for each rank, padded with zeros.
+chunk_cat: Callable[..., torch.Tensor] = torch._chunk_cat
 
 
 def replace_local(dtensor: torch.Tensor, local: torch.Tensor) -> None:

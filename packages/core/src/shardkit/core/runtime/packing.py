@@ -110,7 +110,7 @@ class Packing:
 
     def fill(self, buffer: torch.Tensor, wholes: Sequence[torch.Tensor]) -> None:
         """Copies the packed items of `wholes`, of any strides, to the rows of all ranks, cast; zeroes the padding."""
-        if chunk_cat is not None and self._as_matrix(buffer):
+        if self._as_matrix(buffer):
             rows = buffer.view(self.world_size, -1)
             packed = [wholes[item] for item, _ in self.columns]
             if buffer.device.type == "cpu" and self.row_numel < _SHORT * len(packed):
