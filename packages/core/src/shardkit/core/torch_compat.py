@@ -10,7 +10,8 @@ import inspect
 import operator
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import FrameType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -279,20 +280,19 @@ def bare_step(optimizer: torch.optim.Optimizer) -> Callable[[torch.optim.Optimiz
 
 def is_within_step(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the step whose hook calls this runs within another step of the same optimizer."""
-    depth, frame = 0, sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is _STEP and frame.f_locals.get("self") is optimizer:
-            depth += 1
-        frame = frame.f_back  # type: ignore[assignment]
-    return depth > 1
+    return sum(one.f_code is _STEP and one.f_locals.get("self") is optimizer for one in _callers()) > 1
 
 
 def is_gathered_by_torch() -> bool:
     """Whether torch's `get_optimizer_state_dict` with `full_state_dict=True` requests a state dict."""
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code is not _GET_STATE:
-        frame = frame.f_back  # type: ignore[assignment]
-    return frame is not None and bool(frame.f_locals["info"].full_state_dict)
+    return any(one.f_code is _GET_STATE and one.f_locals["info"].full_state_dict for one in _callers())
+
+
+def _callers() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 _GET_STATE = inspect.unwrap(dcp_state_dict._get_optim_state_dict).__code__
@@ -303,20 +303,20 @@ _STEP = torch.optim.Optimizer.profile_hook_step(lambda self: None).__code__
 
 def move_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
     """Moves the gradient hooks of `source` to `target`; their users' handles still remove them."""
-    hooks: dict[int, Any] | None = source._backward_hooks
-    if not hooks:
-        return
-    for key, hook in list(hooks.items()):
-        target.register_hook(functools.partial(_run_if_kept, hooks, key, hook))
-        hooks[key] = _no_change  # torch holds this very dict, also where the hooks of a tensor are set to None
+    if source._backward_hooks:
+        _move(source._backward_hooks, target.register_hook)
 
 
 def move_post_accumulate_grad_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
     """`move_hooks` for hooks of `register_post_accumulate_grad_hook`."""
-    hooks: dict[int, Any] = getattr(source, "_post_accumulate_grad_hooks", None) or {}
+    if source._post_accumulate_grad_hooks:
+        _move(source._post_accumulate_grad_hooks, target.register_post_accumulate_grad_hook)
+
+
+def _move(hooks: dict[int, Any], register: Callable[[Callable[[torch.Tensor], Any]], object]) -> None:
     for key, hook in list(hooks.items()):
-        target.register_post_accumulate_grad_hook(functools.partial(_run_if_kept, hooks, key, hook))
-        hooks[key] = _no_change
+        register(functools.partial(_run_if_kept, hooks, key, hook))
+        hooks[key] = _no_change  # torch holds this very dict, also where the hooks of a tensor are set to None
 
 
 def _run_if_kept(hooks: dict[int, Any], key: int, hook: Callable[[torch.Tensor], Any], gradient: torch.Tensor) -> Any:
