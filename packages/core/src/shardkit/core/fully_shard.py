@@ -266,17 +266,14 @@ def _check_tie(
     offloads = of_all if isinstance(of_all, CPUOffloadPolicy) else None
     own = policy.for_parameter(param.sharded_param, param.fqn)
     chosen = of_all is None or (offloads is not None and offloads.budget is not None)
-    theirs = (param.mesh.mesh, param.mp_policy.param_dtype, param.mp_policy.reduce_dtype, param.offload)
-    ours = (mesh.mesh, own.param_dtype, own.reduce_dtype, param.offload if chosen else offloads)
+    rounding = FSDPParamGroup.of(param).settings.communication.compression if param.shape else compression
+    theirs = (param.mesh.mesh, param.mp_policy.param_dtype, param.mp_policy.reduce_dtype, param.offload, rounding)
+    ours = (mesh.mesh, own.param_dtype, own.reduce_dtype, param.offload if chosen else offloads, compression)
     if theirs != ours:
         raise ValueError(
             f"parameter '{param.fqn}' is tied to one that an earlier fully_shard call has sharded with (mesh, "
-            f"param_dtype, reduce_dtype, offload) = {theirs}; this call has {ours}. Give both calls the same"
-        )
-    if param.shape and (known := FSDPParamGroup.of(param).settings.communication.compression) != compression:
-        raise ValueError(
-            f"parameter '{param.fqn}' is tied to one that an earlier fully_shard call has sharded with "
-            f"compression_policy={known}; this call has {compression}. Give both calls the same"
+            f"param_dtype, reduce_dtype, offload, compression) = {theirs}; this call has {ours}. Give both calls the "
+            "same"
         )
 
 
