@@ -23,6 +23,7 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,10 +32,11 @@ from shardkit.core.runtime.shared import segment
 from shardkit.core.runtime.shared.neighbours import Neighbours
 from shardkit.core.torch_compat import timeout_of
 
-_RECORD = 512  # bytes of the message that ranks exchange before they meet
 _SECRET = 16  # bytes
 _QUEUE = 4096  # callers that the kernel lets wait: more than the ranks of a host
 _RETRY = 0.001  # seconds
+
+_T = TypeVar("_T")
 
 _known: weakref.WeakKeyDictionary[dist.ProcessGroup, Neighbours | None] = weakref.WeakKeyDictionary()
 
@@ -65,10 +67,10 @@ class _Invitation:
         memory: the path of a memory file, with which a caller tries whether it may open the rank's memory.
     """
 
-    host: bytes = b""
-    directory: bytes = b""
+    host: str = ""
+    directory: str = ""
     secret: bytes = b""
-    memory: bytes = b""
+    memory: str = ""
 
 
 def _meet(group: dist.ProcessGroup) -> Neighbours | None:
@@ -82,7 +84,7 @@ def _meet(group: dist.ProcessGroup) -> Neighbours | None:
         deadline = time.monotonic() + timeout
         sockets: list[socket.socket | None] = [None] * world
         reached = all(_call(sockets, peer, invitations[peer], rank, deadline) for peer in range(rank))
-        if not all(one.host for one in _exchange(group, _Invitation(b"yes" if reached else b""))):
+        if not all(_exchange(group, reached)):
             for one in sockets:
                 if one is not None:
                     one.close()
@@ -94,7 +96,7 @@ def _meet(group: dist.ProcessGroup) -> Neighbours | None:
 def _listen(stack: contextlib.ExitStack) -> tuple[socket.socket | None, _Invitation]:
     """A socket that listens until `stack` closes, in a directory of its own (see Note [Strangers])."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         spaces = "/".join(str(Path("/proc/self/ns", kind).stat().st_ino) for kind in ("net", "user", "mnt", "pid"))
         directory = _private_directory()
         stack.callback(shutil.rmtree, directory, ignore_errors=True)
@@ -107,9 +109,8 @@ def _listen(stack: contextlib.ExitStack) -> tuple[socket.socket | None, _Invitat
     except (OSError, segment.NoSharedMemoryError):
         return None, _Invitation()
     stack.callback(os.close, memory)
-    host = b"%s/%s/%d" % (boot, spaces.encode(), os.getuid())
-    secret = secrets.token_bytes(_SECRET).hex().encode()
-    return listener, _Invitation(host, os.fsencode(directory), secret, segment.path_of(memory).encode())
+    host = f"{boot}/{spaces}/{os.getuid()}"
+    return listener, _Invitation(host, directory, secrets.token_bytes(_SECRET), segment.path_of(memory))
 
 
 def _private_directory() -> str:
@@ -121,7 +122,7 @@ def _private_directory() -> str:
 
 
 @contextlib.contextmanager
-def _short_path(directory: str | bytes) -> Iterator[str]:
+def _short_path(directory: str) -> Iterator[str]:
     """A path to the socket in `directory` that is short enough for an address of 107 bytes."""
     fd = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -130,15 +131,11 @@ def _short_path(directory: str | bytes) -> Iterator[str]:
         os.close(fd)
 
 
-def _exchange(group: dist.ProcessGroup, own: _Invitation) -> list[_Invitation]:
-    """Every rank's invitation (collective)."""
-    packed = b"\0".join((own.host, own.directory, own.secret, own.memory)).ljust(_RECORD, b"\0")
-    if len(packed) > _RECORD:  # a directory with a very long name
-        packed = bytes(_RECORD)
-    mine = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
-    everyone = [torch.empty_like(mine) for _ in range(group.size())]
-    dist.all_gather(everyone, mine, group=group)
-    return [_Invitation(*bytes(one.tolist()).split(b"\0")[:4]) for one in everyone]
+def _exchange(group: dist.ProcessGroup, own: _T) -> list[_T]:
+    """The values of all ranks, in order of ranks (collective)."""
+    everyone: list[Any] = [None] * group.size()
+    dist.all_gather_object(everyone, own, group=group)
+    return everyone
 
 
 def _call(sockets: list[socket.socket | None], peer: int, invitation: _Invitation, rank: int, deadline: float) -> bool:

@@ -128,11 +128,9 @@ def _refused(error: OSError | str) -> NoSharedMemoryError:
 @functools.cache
 def available() -> bool:
     """Whether this system has anonymous memory files, and lets this process create them."""
-    if not hasattr(os, "memfd_create"):
-        return False
     try:
-        os.close(os.memfd_create("shardkit", os.MFD_CLOEXEC))
-    except OSError:
+        os.close(memory_file("shardkit"))
+    except (AttributeError, NoSharedMemoryError):  # AttributeError: not on Linux
         return False
     return True
 
