@@ -45,14 +45,14 @@ def steps_by_block(optimizer: torch.optim.Optimizer) -> bool:
     return package == "torchao" and any(kind.__name__ == "_AdamBase" for kind in type(optimizer).__mro__)
 
 
-def is_laid_out_by_block(key: str) -> bool:
-    """Whether the state under that key has its own layout, whatever its shape."""
-    return key in _SCALES or key in _TABLES
+def in_blocks(key: str, value: Any, parameter: DTensor) -> Any:
+    """State of bitsandbytes in a layout of its own: all ranks' scales, as a DTensor cut like the parameter, and tables.
 
-
-def scales_of_shards(key: str, value: Any, parameter: DTensor) -> Any:
-    """The scales of all ranks' blocks as a DTensor, cut like the parameter; other state unchanged. Not collective."""
-    return _one_for_each(_BLOCK, value, parameter) if key in _SCALES else value
+    None for other state. Not collective.
+    """
+    if key in _TABLES:
+        return value
+    return _one_for_each(_BLOCK, value, parameter) if key in _SCALES else None
 
 
 def _one_for_each(block: int, value: torch.Tensor, parameter: DTensor) -> torch.Tensor:

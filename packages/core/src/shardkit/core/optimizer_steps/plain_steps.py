@@ -38,11 +38,10 @@ from torch.utils.hooks import RemovableHandle
 from shardkit.core.optimizer_steps.block_steps import (
     carry_overrides,
     check_blocks,
+    in_blocks,
     inner_tensors,
-    is_laid_out_by_block,
     join_parts,
     parts_of,
-    scales_of_shards,
     steps_by_block,
 )
 from shardkit.core.optimizer_steps.supported import lacks_state_somewhere, steps_on_empty
@@ -152,8 +151,8 @@ class Twin:
         if parts is not None:
             self.joined[key] = value
             return parts
-        if is_laid_out_by_block(key):
-            return {key: scales_of_shards(key, value, self.parameter)}
+        if (by_block := in_blocks(key, value, self.parameter)) is not None:
+            return {key: by_block}
         sharded = isinstance(value, torch.Tensor) and key not in NUMBERS and value.shape == self.local.shape
         return {key: like_dtensor(value, self.parameter) if sharded else value}
 
