@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -32,26 +32,14 @@ _AT_ONCE = 1 << 20
 _AT_ONCE_ON_DEVICE = 1 << 23
 
 
-class WireFormat(Protocol):
-    """How `numel` elements become bytes and back. Dims before the last are separate chunks of one length."""
-
-    @property
-    def lossless(self) -> bool:
-        """Whether reading returns exactly the values written."""
-
-    def nbytes(self, numel: int) -> int:
-        """Bytes of `numel` elements."""
-
-    def write(self, values: torch.Tensor, wire: torch.Tensor) -> None:
-        """Writes `values`, `(*, numel)`, to `wire`: `(*, nbytes(numel))` of uint8; chunks start at multiples of 16."""
-
-    def read(self, wire: torch.Tensor, values: torch.Tensor) -> None:
-        """Reads bytes of `write`, cast, into `values` of any floating-point dtype; its last dim must have stride 1."""
-
-
 @dataclass(frozen=True)
 class AsDtype:
-    """Elements in `dtype`; `lossless` if their own dtype is not wider."""
+    """Elements in `dtype`; `lossless` if their own dtype is not wider, so that reading returns what was written.
+
+    Dims before the last are separate chunks of one length: values `(*, numel)` become uint8 `(*, nbytes(numel))`, and
+    each chunk starts at a multiple of 16 bytes. Values are read in any floating-point dtype, with stride 1 in the last
+    dim.
+    """
 
     dtype: torch.dtype
     lossless: bool
@@ -70,16 +58,13 @@ class AsDtype:
 class Int8Blocks:
     """One byte for each element, then one fp32 scale for each `block` of them; see Note [Blocks of int8].
 
-    ::
+    Shapes as for `AsDtype`::
 
         block = 4      | c c c c | c c c c | c c . . | s0 | s1 | s2 |      '.': up to the next multiple of 4 bytes
     """
 
     block: int
-
-    @property
-    def lossless(self) -> bool:
-        return False
+    lossless = False
 
     def nbytes(self, numel: int) -> int:
         return self._codes_bytes(numel) + -(-numel // self.block) * _SCALE_BYTES
@@ -115,6 +100,10 @@ class Int8Blocks:
         if cut < numel:
             parts.append((values[..., cut:].unsqueeze(-2), codes[..., cut:].unsqueeze(-2), scales[..., full:]))
         return parts
+
+
+WireFormat: TypeAlias = AsDtype | Int8Blocks
+"""How elements become bytes and back."""
 
 
 def _quantize(rows: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
