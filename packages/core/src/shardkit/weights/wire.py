@@ -96,6 +96,7 @@ class Connection:
     """
 
     def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
         self._socket = sock
         self._loop = asyncio.get_running_loop()
         self._sending = asyncio.Lock()
@@ -217,11 +218,9 @@ def listen(host: str, port: int) -> socket.socket:
     address, or the port is taken.
     """
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        sock = socket.socket(family, kind, protocol)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
-        sock.listen(4096)
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        sock = socket.create_server(address, family=family, backlog=4096)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # those of callers have it then too
     except OSError as error:
         raise OSError(f"cannot listen at {host}:{port}; choose a free port of this host: {error}") from error
     if ipaddress.ip_address(address[0]).is_loopback and not _is_local(host):
@@ -244,62 +243,51 @@ def _is_local(host: str) -> bool:
 async def serve(listener: socket.socket, secret: bytes, peer: Callable[[Connection], Awaitable[None]]) -> None:
     """Runs `peer` for each caller that proves itself, until cancelled. Strangers are disconnected."""
     loop = asyncio.get_running_loop()
-    tasks: dict[Any, bool] = {}  # whether the caller has proved itself; the oldest first
+    unproven: dict[Connection, None] = {}  # the oldest first
 
-    async def admit(sock: socket.socket) -> None:
-        connection = Connection(_tuned(sock))
+    async def admit(connection: Connection) -> None:
         try:
             async with asyncio.timeout(_PROVE_WITHIN):
                 await connection.prove(secret, caller=False)
-            tasks[asyncio.current_task()] = True
+            unproven.pop(connection, None)
             await peer(connection)
-        except (OSError, TimeoutError, KeyError, TypeError, ValueError):
+        except (OSError, KeyError, TypeError, ValueError):
             pass  # a stranger, or a peer that has ended or is of another version
+        except Exception as error:  # noqa: BLE001 - goes to the log of this process
+            loop.call_exception_handler({"message": "a peer cannot be served any more", "exception": error})
         finally:
+            unproven.pop(connection, None)
             connection.close()
 
-    try:
-        while True:
-            try:
-                sock, _ = await loop.sock_accept(listener)
-            except OSError:  # no descriptor is free, or the caller has gone
-                await asyncio.sleep(_RETRY)
-                continue
-            unproven = [task for task, proved in tasks.items() if not proved]
-            if len(unproven) >= _UNPROVEN:
-                unproven[0].cancel()  # most likely a stranger: a peer proves itself at once
-            task = loop.create_task(admit(sock))
-            tasks[task] = False
-            task.add_done_callback(tasks.pop)
-    finally:
-        listener.close()
-        for task in list(tasks):
-            task.cancel()
+    with listener:
+        async with asyncio.TaskGroup() as callers:
+            while True:
+                try:
+                    sock, _ = await loop.sock_accept(listener)
+                except OSError:  # no descriptor is free, or the caller has gone
+                    await asyncio.sleep(_RETRY)
+                    continue
+                connection = Connection(sock)
+                unproven[connection] = None
+                callers.create_task(admit(connection))
+                if len(unproven) > _UNPROVEN:
+                    next(iter(unproven)).close()  # most likely a stranger: a peer proves itself at once
 
 
 async def call(host: str, port: int, secret: bytes) -> Connection:
     """A connection to the process that listens there. Raises OSError if it cannot be reached or does not know the
     secret, after some seconds at most.
     """
-    loop = asyncio.get_running_loop()
-    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    family, kind, protocol, _, address = found[0]
-    sock = socket.socket(family, kind, protocol)
-    sock.setblocking(False)
-    connection = Connection(_tuned(sock))
+    sock = await asyncio.to_thread(socket.create_connection, (host, port), _PROVE_WITHIN)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection = Connection(sock)
     try:
         async with asyncio.timeout(_PROVE_WITHIN):
-            await loop.sock_connect(sock, address)
             await connection.prove(secret, caller=True)
     except BaseException:
         connection.close()
         raise
     return connection
-
-
-def _tuned(sock: socket.socket) -> socket.socket:
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return sock
 
 
 class News:
