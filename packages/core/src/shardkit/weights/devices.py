@@ -9,7 +9,6 @@ groups of its own pairs. NCCL knows no secret: who can reach its ports can distu
 from __future__ import annotations
 
 import os
-from abc import ABC, abstractmethod
 from datetime import timedelta
 from typing import Any
 
@@ -49,49 +48,27 @@ def link_by(told: Message, host: str, device: torch.device, timeout: float) -> L
     return _Pair(TCPStore(host, told["port"], is_master=False, wait_for_workers=False), 1, device, timeout)
 
 
-class Link(ABC):
-    """One end of the way between two processes. `send` and `receive` wait until the data has been read."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    @abstractmethod
-    def told(self, data: torch.Tensor) -> Message:
-        """Facts by which the receiver finds this."""
-
-    def send(self, data: torch.Tensor) -> None:  # noqa: B027 - with CUDA IPC the receiver copies
-        """Sends a tensor of bytes on `device`."""
-
-    @abstractmethod
-    def receive(self, told: Message, data: torch.Tensor) -> None:
-        """Fills a tensor of bytes on `device`."""
-
-    def close(self) -> None:  # noqa: B027 - nobody waits in CUDA IPC
-        """Wakes who waits here."""
-
-
-class _Pair(Link):
+class _Pair:
     """A process group of two members: NCCL's, or on CPUs gloo's. It is made when the first bucket is sent."""
 
     def __init__(self, store: TCPStore, rank: int, device: torch.device, timeout: float) -> None:
-        super().__init__(device)
+        self.device = device
         self._store, self._rank, self._timeout = store, rank, timedelta(seconds=timeout)
         self._group: Any = None
 
     def told(self, data: torch.Tensor) -> Message:
+        """Facts by which the receiver finds this."""
         return {"port": self._store.port}
 
     def send(self, data: torch.Tensor) -> None:
+        """Sends a tensor of bytes on `device`; waits until it has been read."""
         self._joined().send([data], 1, 0).wait()
-        self._synchronize()
+        _synchronize(self.device)
 
     def receive(self, told: Message, data: torch.Tensor) -> None:
+        """Fills a tensor of bytes on `device`."""
         self._joined().recv([data], 0, 0).wait()
-        self._synchronize()
-
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
+        _synchronize(self.device)
 
     def _joined(self) -> Any:
         if self._group is None and self.device.type == "cuda":
@@ -112,21 +89,40 @@ class _Pair(Link):
         return self._group
 
     def close(self) -> None:
+        """Wakes who waits here."""
         if self._group is not None:
             self._group.abort()
 
 
-class _OneGPU(Link):
-    """The receiver copies from the sender's memory."""
+class _OneGPU:
+    """The receiver copies from the sender's memory; otherwise as `_Pair`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
 
     def told(self, data: torch.Tensor) -> Message:
-        torch.cuda.current_stream(self.device).synchronize()
+        _synchronize(self.device)
         _, (_, _, _, offset, _, _, _, *handle) = reduce_tensor(data)
         ipc = [one.hex() if isinstance(one, bytes) else one for one in handle]
         return {"offset": offset, "ipc": ipc}
+
+    def send(self, data: torch.Tensor) -> None:
+        pass
 
     def receive(self, told: Message, data: torch.Tensor) -> None:
         handle = [bytes.fromhex(one) if isinstance(one, str) else one for one in told["ipc"]]
         look = (torch.Tensor, data.shape, (1,), told["offset"], torch.UntypedStorage, torch.uint8, self.device.index)
         data.copy_(rebuild_cuda_tensor(*look, *handle))
-        torch.cuda.current_stream(self.device).synchronize()
+        _synchronize(self.device)
+
+    def close(self) -> None:
+        pass
+
+
+Link = _Pair | _OneGPU
+"""One end of the way between two processes."""
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()

@@ -11,7 +11,7 @@ from torch import nn
 
 from shardkit.core.checkpoint.plan import boxes_of
 from shardkit.core.parameters.region import Region
-from shardkit.weights.boxes import Box, Wanted, name_of
+from shardkit.weights.boxes import Wanted, name_of
 
 __all__ = ["Cut", "Experts", "Part", "Rule", "Stack", "Target", "targets_for", "targets_of"]
 
@@ -42,45 +42,33 @@ class Target:
             raise ValueError(
                 f"{self.name}: its tensor is on the meta device, which keeps nothing; give it memory first"
             )
-        if self.region is not None and (seen := self._shape()) != shape:
+        if (seen := self._region().shape) != shape:
             raise ValueError(f"{self.name}: the region has shape {seen}, expected {shape}, the shape of its tensor")
 
-    def _shape(self) -> tuple[int, ...]:
+    def _region(self) -> Region:
         if isinstance(self.region, Region):
-            return self.region.shape
-        return tuple(stop - start for start, stop in self._box())
-
-    def _box(self) -> Box:
-        sizes = tuple(self.tensor.shape)
-        if self.region is None or isinstance(self.region, Region):
-            return tuple((0, size) for size in sizes)
-        if len(self.region) != len(sizes) or any(
-            one.step not in (None, 1) or (one.start or 0) < 0 or (one.stop or 0) < 0 for one in self.region
+            return self.region
+        sizes = self.tensor.shape
+        slices = [slice(0, size) for size in sizes] if self.region is None else self.region
+        if len(slices) != len(sizes) or any(
+            one.step not in (None, 1) or (one.start or 0) < 0 or (one.stop or 0) < 0 for one in slices
         ):
             raise ValueError(
-                f"{self.name}: region {tuple(self.region)}, expected {len(sizes)} slices without a step, from the "
-                "beginning of each dim of its tensor"
+                f"{self.name}: region {tuple(slices)}, expected {len(sizes)} slices without a step, from the beginning "
+                "of each dim of its tensor"
             )
-        starts = [one.start or 0 for one in self.region]
-        stops = [
-            start + size if one.stop is None else one.stop
-            for one, start, size in zip(self.region, starts, sizes, strict=True)
-        ]
-        return tuple((start, max(start, stop)) for start, stop in zip(starts, stops, strict=True))
+        starts = [one.start or 0 for one in slices]
+        stops = [s + size if one.stop is None else one.stop for one, s, size in zip(slices, starts, sizes, strict=True)]
+        return Region(tuple(((start, max(start, stop)),) for start, stop in zip(starts, stops, strict=True)))
 
     def parts(self) -> Iterator[tuple[Wanted, torch.Tensor]]:
         """The boxes of the checkpoint tensor that are wanted, each with the view that takes it."""
-        tensor, dtype = self.tensor.detach(), name_of(self.tensor.dtype)
-        if not isinstance(self.region, Region):
-            shape = tuple(tensor.shape) if self.region is None else self.shape
-            yield Wanted(self.name, self._box(), shape, dtype), tensor
-            return
-        for in_full, in_piece in self.region.boxes():
+        tensor = self.tensor.detach()
+        shape = tuple(tensor.shape) if self.region is None else self.shape
+        for in_full, in_piece in self._region().boxes():
             box = tuple((one.start, one.stop) for one in in_full)
-            yield (
-                Wanted(self.name, box, self.shape, dtype),
-                tensor[in_piece].view([stop - start for start, stop in box]),
-            )
+            view = tensor[in_piece].view([stop - start for start, stop in box])
+            yield Wanted(self.name, box, shape, name_of(tensor.dtype)), view
 
 
 def targets_of(state: Mapping[str, torch.Tensor], names: Callable[[str], str | None] = str) -> list[Target]:

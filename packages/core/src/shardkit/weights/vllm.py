@@ -31,8 +31,8 @@ from vllm.distributed.weight_transfer import (
 from vllm.distributed.weight_transfer.base import TrainerInitInfo, WeightTransferInitInfo, WeightTransferUpdateInfo
 
 from shardkit.core.torch_compat import TorchDispatchMode
-from shardkit.weights.boxes import dtype_named
-from shardkit.weights.packing import Names, describe
+from shardkit.weights.boxes import dtype_named, name_of
+from shardkit.weights.packing import describe
 from shardkit.weights.receiver import WeightReceiver
 from shardkit.weights.sender import Report, WeightSender
 from shardkit.weights.targets import Target
@@ -62,25 +62,18 @@ class Source(WeightSource):
 
     Args:
         model: as for `WeightSender`.
-        names: from the name in its state dict to that of the Hugging Face checkpoint; None leaves a tensor out.
-        dtype: the dtype in which floating-point tensors are sent; None: each in its own.
-        merge_adapters: as for `WeightSender`.
+        options: of `WeightSender`: `names`, which gives names of the Hugging Face checkpoint, `dtype` and
+            `merge_adapters`.
     """
 
-    def __init__(
-        self,
-        model: nn.Module | Mapping[str, torch.Tensor],
-        *,
-        names: Names = str,
-        dtype: torch.dtype | None = None,
-        merge_adapters: bool = False,
-    ) -> None:
-        self.model, self.names, self.dtype, self.merge_adapters = model, names, dtype, merge_adapters
+    def __init__(self, model: nn.Module | Mapping[str, torch.Tensor], **options: Any) -> None:
+        self.model, self.options = model, options
 
     @cached_property
     def metadata(self) -> list[ParamMeta]:
         """Name, dtype and whole shape of each tensor. Collective with `merge_adapters`."""
-        held, _ = describe(self.model, self.names, self.dtype, merge=self.merge_adapters)
+        names, dtype = self.options.get("names", str), self.options.get("dtype")
+        held, _ = describe(self.model, names, dtype, merge=self.options.get("merge_adapters", False))
         return [ParamMeta(one.name, dtype_named(one.dtype), one.shape) for one in held]
 
 
@@ -116,9 +109,7 @@ class TrainerEngine(TrainerWeightTransferEngine[TrainerInit]):
         self._sender = WeightSender(
             source.model,
             init.address,
-            names=source.names,
-            dtype=source.dtype,
-            merge_adapters=source.merge_adapters,
+            **source.options,
             receivers=init.receivers,
             delta=init.delta,
             timeout=init.timeout,
@@ -137,7 +128,7 @@ class TrainerEngine(TrainerWeightTransferEngine[TrainerInit]):
                 "sends its own part; pass source=Source(model)"
             )
         engine = cls(init_info, client, source)
-        looks = {one.name: (str(one.dtype).removeprefix("torch."), list(one.shape)) for one in source.metadata}
+        looks = {one.name: (name_of(one.dtype), list(one.shape)) for one in source.metadata}
         if init_info.is_sender:
             client.init_weight_transfer_engine(asdict(_WorkerInit(init_info.address, looks, init_info.timeout)))
         return engine
