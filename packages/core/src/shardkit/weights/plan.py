@@ -11,6 +11,7 @@ says who begins, so that the same few bytes of many receivers do not all come fr
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,10 +21,13 @@ import numpy.typing as npt
 
 from shardkit.weights.boxes import Box, Held, Piece, Wanted, cut, dtype_named, intersection, numel
 
-__all__ = ["BUCKET", "Provided", "buckets", "plan"]
+__all__ = ["BUCKET", "Provided", "Runs", "buckets", "plan"]
 
 BUCKET = 64 << 20
 """Bytes that are packed and sent at a time."""
+
+Runs = list[tuple[int, int, list[Piece]]]
+"""Buckets: offset in the stream, bytes, pieces."""
 
 _PARTS = 16  # of a sender's fair share; see Note [Shares]
 
@@ -40,15 +44,11 @@ class _Tensor:
     def _bounds(self) -> npt.NDArray[np.int64]:
         return np.array(list(self.holders), dtype=np.int64).reshape(len(self.holders), len(self.shape), 2)
 
-    @functools.cached_property
-    def _boxes(self) -> list[tuple[Box, list[int]]]:
-        return list(self.holders.items())
-
     def cover(self, box: Box) -> list[tuple[Box, list[int]]]:
         """The parts of a box that lie in the different boxes here, and who holds them."""
         wanted = np.array(box, dtype=np.int64).reshape(len(self.shape), 2)
         overlap = (self._bounds[:, :, 0] < wanted[:, 1]) & (wanted[:, 0] < self._bounds[:, :, 1])
-        near = (self._boxes[number] for number in np.flatnonzero(overlap.all(axis=1)))
+        near = itertools.compress(self.holders.items(), np.logical_and.reduce(overlap, axis=1))
         return [(both, holders) for held, holders in near if (both := intersection(box, held)) is not None]
 
 
@@ -115,9 +115,9 @@ def plan(provided: Provided, wants: Sequence[Wanted], *, bucket: int = BUCKET, t
     return {rank: _in_order(pieces, bucket) for rank, pieces in given.items() if pieces}
 
 
-def buckets(pieces: Sequence[Piece], limit: int) -> list[tuple[int, int, list[Piece]]]:
-    """Runs of consecutive pieces with at most `limit` bytes together: (offset in the stream, bytes, pieces)."""
-    found: list[tuple[int, int, list[Piece]]] = []
+def buckets(pieces: Sequence[Piece], limit: int) -> Runs:
+    """Runs of consecutive pieces with at most `limit` bytes together."""
+    found: Runs = []
     offset = nbytes = 0
     run: list[Piece] = []
     for piece in pieces:

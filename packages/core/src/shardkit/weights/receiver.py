@@ -20,7 +20,7 @@ from shardkit.weights.boxes import Piece, decode, dtype_named, encode
 from shardkit.weights.delta import apply
 from shardkit.weights.packing import Values, pack, unpack
 from shardkit.weights.peer import Peer
-from shardkit.weights.plan import buckets
+from shardkit.weights.plan import Runs, buckets
 from shardkit.weights.shared import Staging
 from shardkit.weights.streams import Bucket, Buckets, Inlet, Outlet
 from shardkit.weights.targets import Target
@@ -41,12 +41,12 @@ class _Layout:
     """The pieces that each sender sends, told once for all versions until something changes.
 
     Attributes:
-        runs: offset, bytes and pieces of each bucket, by sender; `senders` has where it is, and its pieces.
+        senders: where each is, and its pieces; `runs` has these in buckets.
         holds: the version that `staging` has, by the number of its round.
     """
 
     senders: dict[int, tuple[Message, list[list[Any]]]]
-    runs: dict[int, list[tuple[int, int, list[Piece]]]]
+    runs: dict[int, Runs]
     staging: Staging | None = None
     holds: int | None = None
 
@@ -79,7 +79,8 @@ class WeightReceiver(Peer):
     come, which takes two buckets of memory.
 
     Args:
-        address: "tcp://host:port", as the senders have it. They may start later, end, and start again.
+        address: "tcp://host:port", as the senders have it. It joins them at once if they are there, otherwise in
+            `receive()` or `offered`. They may end, and start again.
         targets: what to receive, and where to put it.
         in_place: write at once, because nobody uses the targets during `receive`. If a version fails, they hold parts
             of two, and `valid` is False until one is complete; `receive` waits for that.
@@ -117,7 +118,7 @@ class WeightReceiver(Peer):
         self._inlets: dict[tuple[str, int], Inlet] = {}  # by process, and the sender whose bytes come
         self._device = self._views[0].tensor.device
         self._patience = timeout
-        self._waiting = False
+        self._waiting = self._closed = False
         self._problem = ""  # of the last version that failed
         self._io.spawn(self._join_if_there())
 
@@ -180,13 +181,14 @@ class WeightReceiver(Peer):
             await self._join(0)
 
     async def _is_offered(self) -> bool:
-        if self._waiting:
-            return False
-        if self._control is None:
+        if self._control is None and not self._joining.locked():
             self._io.spawn(self._join_if_there())  # which may take seconds
+        if self._control is None or self._waiting:
             return False
         with contextlib.suppress(OSError, TimeoutError):
-            return bool((await self._ask({"op": "offered"})).get("yes"))
+            answer = await self._ask({"op": "offered"})
+            self._closed = answer["op"] == "bye"
+            return bool(answer.get("yes"))
         return False
 
     async def _take(self, within: float) -> _Round:
@@ -206,6 +208,10 @@ class WeightReceiver(Peer):
         """The message of sender 0 with which the next version begins."""
         while True:
             awaited = "sender 0 to listen"
+            if self._closed:
+                self._closed = False
+                self._leave()
+                raise SendersClosed(f"the senders at {self._address} have closed")
             try:
                 await self._join(deadline - time.monotonic())
                 awaited = "the senders to send a version"
@@ -221,8 +227,7 @@ class WeightReceiver(Peer):
                 case "refused":
                     raise ValueError(str(answer["reason"]))
                 case "bye":
-                    self._leave()
-                    raise SendersClosed(f"the senders at {self._address} have closed")
+                    self._closed = True
                 case "stopped":
                     last = f"; the last failure: {self._problem}" if self._problem else ""
                     raise TimeoutError(
@@ -337,62 +342,37 @@ class WeightReceiver(Peer):
         self._fail(found, f"the bytes of sender {rank} ended with {left} to come: {problem}")
 
     async def _pull_from(self, inlet: Inlet, found: _Round, rank: int, base: int | None) -> None:
-        """While one bucket comes, the one before it is used."""
+        """Writes bucket after bucket to where it belongs. Meanwhile those of other senders come."""
         layout, first = found.layout, found.done[rank]
         segment = layout.staging.place(rank) if layout.staging is not None else None
         ask = {"round": found.number, "version": found.version, "first": first, "base": base, "segment": segment}
-        await inlet.ask(ask)
-        before: asyncio.Task[None] | None = None
-        try:
-            for number in range(first, len(layout.runs[rank])):
-                message = await inlet.next()
-                offset, nbytes, _ = layout.runs[rank][number]
-                if (message.get("at"), message.get("nbytes")) != (offset, nbytes):
-                    raise ConnectionError(f"it sends {message}, expected {nbytes} bytes at {offset}")
-                by_device = message["by"] == "device"
-                bucket = None
-                if changes := message.get("changes"):
-                    data = torch.empty(min(int(changes["bytes"]), nbytes), dtype=torch.uint8)
-                elif layout.staging is None or by_device:
-                    bucket = await self._free.get()
-                    data = bucket.on(self._device if by_device else torch.device("cpu"), nbytes)
-                else:
-                    data = layout.staging.part(rank, offset, nbytes)
-                try:
-                    await inlet.read(message, data)
-                    if before is not None:
-                        await before
-                except BaseException:
-                    if bucket is not None:
-                        self._free.put_nowait(bucket)
-                    raise
-                before = asyncio.create_task(self._use(found, rank, number, changes, data, bucket))
-            if before is not None:
-                await before
-            await inlet.next()  # that all are as they were sent
-        finally:
-            if before is not None:
-                await asyncio.wait([before])  # what is given up must not be written later
-
-    async def _use(
-        self, found: _Round, rank: int, number: int, changes: Message | None, data: torch.Tensor, bucket: Bucket | None
-    ) -> None:
-        """Writes a bucket, or its changes, to where it belongs."""
-        offset, nbytes, pieces = found.layout.runs[rank][number]
-        try:
-            if found.layout.staging is None:
-                self.valid, self.version = False, None
-                await asyncio.to_thread(self._unpack, pieces, data)
-            elif changes:
-                await asyncio.to_thread(apply, changes, data, pieces, found.layout.staging.part(rank, offset, nbytes))
+        await inlet.connection.send(ask)
+        for number in range(first, len(layout.runs[rank])):
+            message = await inlet.connection.receive()
+            offset, nbytes, pieces = layout.runs[rank][number]
+            if (message.get("at"), message.get("nbytes")) != (offset, nbytes):
+                raise ConnectionError(f"it sends {message}, expected {nbytes} bytes at {offset}")
+            here = layout.staging.part(rank, offset, nbytes) if layout.staging is not None else None
+            by_device = message["by"] == "device"
+            if here is not None and (changes := message.get("changes")):
+                data = torch.empty(min(int(changes["bytes"]), nbytes), dtype=torch.uint8)
+                await inlet.read(message, data)
+                await asyncio.to_thread(apply, changes, data, pieces, here)
                 found.changes[rank, number] = changes, data
-            elif bucket is not None:
-                await asyncio.to_thread(found.layout.staging.part(rank, offset, nbytes).copy_, data)
-        finally:
-            if bucket is not None:
-                self._free.put_nowait(bucket)
-        found.done[rank] = number + 1
-        self._news.tell()
+            elif here is not None and not by_device:
+                await inlet.read(message, here)
+            else:
+                async with self._free.taken() as bucket:
+                    data = bucket.on(self._device if by_device else torch.device("cpu"), nbytes)
+                    await inlet.read(message, data)
+                    if here is None:
+                        self.valid, self.version = False, None
+                        await asyncio.to_thread(self._unpack, pieces, data)
+                    else:
+                        await asyncio.to_thread(here.copy_, data)
+            found.done[rank] = number + 1
+            self._news.tell()
+        await inlet.connection.receive()  # that all are as they were sent
 
     async def _serve(self, connection: Connection) -> None:
         """Sends the receiver after this one what has come from one sender."""

@@ -19,7 +19,7 @@ from shardkit.weights.coordinator import Coordinator
 from shardkit.weights.delta import Changed, changes, update
 from shardkit.weights.packing import Names, Source, Values, describe, pack
 from shardkit.weights.peer import Peer
-from shardkit.weights.plan import BUCKET, buckets
+from shardkit.weights.plan import BUCKET, Runs, buckets
 from shardkit.weights.streams import Bucket, Buckets, Outlet
 from shardkit.weights.wire import Connection, Message, listen, serve
 
@@ -146,7 +146,7 @@ class WeightSender(Peer):
             ConnectionError: if another sender is lost; no receiver has the version then. If receivers see that first,
                 all of them are in `failed` of the report instead. Once it has restarted, a later call sends to all.
             RuntimeError: if the senders do not agree, or no receiver joins within the timeout.
-            TimeoutError: if sender 0 does not answer.
+            TimeoutError: if sender 0 cannot be reached.
             TypeError: for a value that is not a dense tensor.
             ValueError: if two tensors get one name.
         """
@@ -212,9 +212,7 @@ class WeightSender(Peer):
         self._told = held
         try:
             return await self._ask({"op": "send", "version": version, "held": told})
-        except TimeoutError as error:
-            raise TimeoutError(f"sender {self.rank} has waited for sender 0 to say how it went: {error}") from None
-        except ConnectionError as error:
+        except OSError as error:
             raise ConnectionError(
                 f"sender {self.rank} has lost sender 0, which was to say how it went: {error}; restart it, then send "
                 "again"
@@ -248,13 +246,7 @@ class WeightSender(Peer):
         """All of a model is there."""
 
     def _packed(
-        self,
-        outlet: Outlet,
-        runs: list[tuple[int, int, list[Piece]]],
-        base: int | None,
-        version: _Version,
-        number: int,
-        bucket: Bucket,
+        self, outlet: Outlet, runs: Runs, base: int | None, version: _Version, number: int, bucket: Bucket
     ) -> tuple[Message, torch.Tensor | None]:
         """The message and the bytes of a bucket, or of its changes if the receiver has the version before."""
         offset, nbytes, pieces = runs[number]

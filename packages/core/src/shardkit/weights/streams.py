@@ -8,7 +8,8 @@ on, and gets them in order, then a message that these were all. Data follows its
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Self
 
 import torch
@@ -47,6 +48,15 @@ class Buckets(asyncio.Queue[Bucket]):
         super().__init__()
         for _ in range(2):
             self.put_nowait(Bucket(nbytes))
+
+    @contextlib.asynccontextmanager
+    async def taken(self) -> AsyncIterator[Bucket]:
+        """One that is free again at the end of the block."""
+        bucket = await self.get()
+        try:
+            yield bucket
+        finally:
+            self.put_nowait(bucket)
 
 
 class Outlet:
@@ -134,7 +144,7 @@ class Inlet:
     """
 
     def __init__(self, connection: Connection, host: str, device: torch.device, patience: float) -> None:
-        self._connection, self._host, self._device, self._patience = connection, host, device, patience
+        self.connection, self._host, self._device, self._patience = connection, host, device, patience
         self._link: Link | None = None
 
     @classmethod
@@ -145,27 +155,19 @@ class Inlet:
         await connection.send({**hello, "device": devices.place_of(device)})
         return cls(connection, place["host"], device, patience)
 
-    async def ask(self, message: Message) -> None:
-        """Asks for buckets."""
-        await self._connection.send(message)
-
-    async def next(self) -> Message:
-        """The message of the next bucket."""
-        return await self._connection.receive()
-
     async def read(self, message: Message, data: torch.Tensor) -> None:
         """Reads the bucket of a message."""
         if message["by"] == "socket":
-            await self._connection.receive_into(bytes_of(data))
+            await self.connection.receive_into(bytes_of(data))
         elif message["by"] == "device":
             if self._link is None:
                 self._link = devices.link_by(message["link"], self._host, self._device, self._patience)
             async with asyncio.timeout(self._patience):
                 await asyncio.to_thread(self._link.receive, message["link"], data)
-            await self._connection.send({"op": "read"})
+            await self.connection.send({"op": "read"})
 
     def close(self) -> None:
         """Ends the connection, also while something is being read."""
-        self._connection.close()
+        self.connection.close()
         if self._link is not None:
             self._link.close()
