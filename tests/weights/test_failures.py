@@ -142,16 +142,20 @@ def test_a_receiver_that_is_killed_in_a_chain(position, in_place, shared, step, 
         threads = stack.enter_context(ThreadPoolExecutor())
         senders = [stack.enter_context(sender(rank, values, address, 1, TIMEOUT)) for rank in range(2)]
         joined = senders[0]._coordinator._receivers
+
+        def has_joined(name: str) -> bool:
+            return name in [one.name for one in list(joined.values())]
+
         other, watched = None, []
         for number in range(3):
-            before = len(joined)
             if number == position:
                 other = Other(receive_all, address, in_place, TIMEOUT, shared=shared, stop_at=step)
                 stack.enter_context(other)
+                wait_for(lambda it=other: has_joined("other") or not it.process.is_alive())
             else:
                 watched.append(Watched(address, f"receiver {number}", in_place=in_place))
                 stack.callback(watched[-1].receiver.close)
-            wait_for(lambda now=before + 1, it=other: len(joined) >= now or (it and not it.process.is_alive()))
+                wait_for(lambda name=f"receiver {number}": has_joined(name))
         receiving = [threads.submit(one.until, 4) for one in watched]
         failed = {}
         for version in range(1, 5):
