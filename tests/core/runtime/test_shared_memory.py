@@ -245,6 +245,50 @@ def test_a_first_gather_in_inference_mode_leaves_shards_that_can_be_trained(rank
 _FAR = 700  # messages: more than twice as many as a socket holds unread
 
 
+class _LateBackward(nn.Module):
+    """In backward, once it has a file to wait for, it delays rank 1 before the next layer and raises on rank 0."""
+
+    waits: Path | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x.register_hook(self._backward)
+        return x.clone()
+
+    def _backward(self, gradient: torch.Tensor) -> None:
+        if self.waits is None:
+            return
+        _come_late(dist.get_rank(), self.waits)
+        if dist.get_rank() == 0:
+            raise RuntimeError("backward is interrupted")
+
+
+def _resets_and_writes(rank: int, world_size: int, waits: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), _LateBackward(), nn.Linear(64, 64))
+    shard_each(model[0], model[2], model, mesh=rank_mesh((world_size,)))
+    model.set_requires_gradient_sync(False)
+    inputs = [torch.ones(2, 64, requires_grad=True) for _ in range(2)]
+    model(inputs[0]).sum().backward()
+    model[1].waits = waits
+    if rank == 0:
+        with pytest.raises(RuntimeError, match="interrupted"):
+            model(inputs[1]).sum().backward()
+        with _tells_that_it_waits(rank, waits), torch.no_grad():
+            model.reset_iter_state()
+            for parameter in model.parameters():
+                parameter.to_local().zero_()
+        dist.barrier()
+        return inputs[0].grad, inputs[0].grad
+    model(inputs[1]).sum().backward()  # reads the shards of rank 0, which failed afterwards
+    dist.barrier()
+    return inputs[0].grad, inputs[1].grad
+
+
+def test_a_shard_may_be_written_to_after_a_reset(tmp_path: Path) -> None:
+    for expected, seen in run_ranks(2, _resets_and_writes, tmp_path / "waits"):
+        assert torch.equal(expected, seen)
+
+
 def _launches_far_ahead(rank: int, world_size: int, order: str) -> list[float]:
     neighbours = neighbours_of(dist.group.WORLD)
     assert neighbours is not None
