@@ -73,7 +73,7 @@ def late() -> Iterator[None]:
 # -- the same bits -----------------------------------------------------------------------------------------------------
 
 OPTIMIZERS: list[tuple[str, dict[str, Any]]] = [
-    *ELEMENTWISE[::2],
+    *ELEMENTWISE,
     ("AdamW", {"lr": torch.tensor(0.05)}),
     ("SGD", {"fused": True, "momentum": 0.9}),
 ]
@@ -268,7 +268,10 @@ FEATURES = [
     (2, ("ignored", "evaluation")),
     (2, ("grad_scaler", "reshard_default")),
     (2, ("explicit_unshard",)),
+    (2, ("forwards_backwards",)),
+    (2, ("one_f_one_b",)),
     (2, ("replicate_only", "gradients_kept")),
+    (3, ("no_unshard_in_backward",)),
     (3, ("prefetch", "retained_graph")),
     (4, ("hsdp_2", "accumulate_no_all_reduce")),
     (4, ("reshard_to_2", "input_gradients")),
@@ -278,6 +281,21 @@ FEATURES = [
 @pytest.mark.parametrize(("world_size", "features"), FEATURES, ids=str)
 def test_every_kind_of_training_step(world_size: int, features: tuple[str, ...]) -> None:
     run_ranks(world_size, _same_as_plain, Case("mlp", features, steps=3), "AdamW", {"fused": True})
+
+
+@on_ranks(1)
+def test_options_that_are_tensors_are_read_at_once(rank: int, world_size: int) -> None:
+    rates = [(torch.tensor(0.05), (torch.tensor(0.5), torch.tensor(0.9))) for _ in range(2)]
+    with late():
+        pair = Pair(world_size, "Adam")
+        for optimizer, (rate, betas) in zip(pair.optimizers, rates, strict=True):
+            optimizer.param_groups[0] |= {"lr": rate, "betas": betas, "foreach": False}
+        for number in range(3):
+            pair.step(rank, number)
+            for rate, betas in rates:
+                for one in (rate, *betas):
+                    one.mul_(0.9)
+        pair.check("three steps")
 
 
 @on_ranks(1)
