@@ -13,6 +13,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 import shardkit.core
 from shardkit.core import Blocks, clip_grad_norm_, full_state_dict, fully_shard, optimizer_step_on_shards
-from shardkit.core.beyond import overlap_step, steps
+from shardkit.core.beyond import FileTier, overlap_step, steps
 from shardkit.core.checkpoint import CheckpointManager
 from shardkit.core.engine.group import FSDPParamGroup
 from shardkit.core.parameters.param import sharded_counterpart
@@ -87,7 +88,13 @@ class Unread(Run):
 
 
 def _train(
-    rank: int, world_size: int, case: Case, make: Callable[..., Any], kind: type[Run], when: Any = None
+    rank: int,
+    world_size: int,
+    case: Case,
+    make: Callable[..., Any],
+    kind: type[Run],
+    when: Any = None,
+    make_tier: Callable[[], FileTier | None] = lambda: None,
 ) -> Trace:
     """A run that reads nothing between a step and the next forward."""
     model = build(case)
@@ -97,7 +104,7 @@ def _train(
     few, many = (list(part) for part in (list(model.parameters())[:2], list(model.parameters())[2:]))
     optimizer = make([{"params": few, "weight_decay": 0.1}, {"params": many}])
     if when is not None:
-        overlap_step(optimizer, when=when)
+        overlap_step(optimizer, when=when, states=make_tier())
     schedule = next((feature.schedule for feature in case.chosen if feature.schedule), plain)
     rates = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     run = kind(rank, shardkit.core, case.spec, model, optimizer, Trace())
@@ -111,7 +118,13 @@ def _train(
 
 
 def _same_as_plain(
-    rank: int, world_size: int, case: Case, name: str, options: dict[str, Any], when: str = "auto"
+    rank: int,
+    world_size: int,
+    case: Case,
+    name: str,
+    options: dict[str, Any],
+    when: str = "auto",
+    make_tier: Callable[[], FileTier | None] = lambda: None,
 ) -> None:
     def make(groups: Any) -> torch.optim.Optimizer:
         copied = {key: one.clone() if isinstance(one, torch.Tensor) else one for key, one in options.items()}
@@ -119,9 +132,9 @@ def _same_as_plain(
 
     kind = Unread if when == "backward" else Run
     expected = _train(rank, world_size, case, make, kind)
-    assert_same_traces(expected, _train(rank, world_size, case, make, kind, when), EXACT)
+    assert_same_traces(expected, _train(rank, world_size, case, make, kind, when, make_tier), EXACT)
     with late():
-        assert_same_traces(expected, _train(rank, world_size, case, make, kind, when), EXACT)
+        assert_same_traces(expected, _train(rank, world_size, case, make, kind, when, make_tier), EXACT)
 
 
 @pytest.mark.parametrize(("name", "options"), OPTIMIZERS, ids=str)
@@ -144,6 +157,15 @@ IN_BACKWARD = [
 def test_steps_in_backward(world_size: int, model: str, features: tuple[str, ...]) -> None:
     """Each gradient is reduced once for a step; the learning rate changes after each."""
     run_ranks(world_size, _same_as_plain, Case(model, features, steps=4), "AdamW", {"fused": True}, "backward")
+
+
+@pytest.mark.parametrize("parameters", [False, True], ids=["state", "state and shards"])
+@pytest.mark.parametrize(("world_size", "model", "features"), IN_BACKWARD, ids=str)
+def test_steps_with_files(
+    world_size: int, model: str, features: tuple[str, ...], parameters: bool, tmp_path: Path
+) -> None:
+    case, make_tier = Case(model, features, steps=4), partial(FileTier, tmp_path, "64kB", parameters=parameters)
+    run_ranks(world_size, _same_as_plain, case, "AdamW", {"fused": True}, "auto", make_tier)
 
 
 @on_ranks(2)
@@ -319,12 +341,14 @@ def test_a_step_between_forward_and_backward_raises_as_without(rank: int, world_
 class Pair:
     """Two models that train alike; the first one's steps are overlapped."""
 
-    def __init__(self, world_size: int, name: str = "AdamW", when: Any = "auto", **options: Any) -> None:
+    def __init__(
+        self, world_size: int, name: str = "AdamW", when: Any = "auto", states: FileTier | None = None, **options: Any
+    ) -> None:
         self.models = [_sharded_layers(world_size) for _ in range(2)]
         kind = getattr(torch.optim, name)
         self.optimizers = [kind(model.parameters(), **({"lr": 0.05} | options)) for model in self.models]
         self.both = list(zip(self.models, self.optimizers, strict=True))
-        self.steps = overlap_step(self.optimizers[0], when=when)
+        self.steps = overlap_step(self.optimizers[0], when=when, states=states)
         assert overlap_step(self.optimizers[0]) is self.steps
 
     def step(self, rank: int, number: int) -> None:
@@ -397,6 +421,13 @@ def _step_with_a_closure(model: nn.Module, optimizer: Any) -> Any:
     return optimizer.step(closure)
 
 
+def _add_a_group(model: nn.Module, optimizer: Any) -> None:
+    if len(optimizer.param_groups) == 1:
+        *rest, last = optimizer.param_groups[0]["params"]
+        optimizer.param_groups[0]["params"] = rest
+        optimizer.add_param_group({"params": [last], "lr": 0.5})
+
+
 def _step_of_another(model: nn.Module, optimizer: Any) -> None:
     torch.optim.SGD(model.layers[1].parameters(), lr=0.1).step()
 
@@ -433,16 +464,20 @@ READERS: dict[str, Callable[[Any, Any], Any]] = {
     "other state": _load_other_state,
     "a step again": lambda model, optimizer: optimizer.step(),
     "a step with a closure": _step_with_a_closure,
+    "another group": _add_a_group,
+    "another rate": lambda model, optimizer: optimizer.param_groups[0].update(lr=0.2),
     "another optimizer": _step_of_another,
 }
 
 
+@pytest.mark.parametrize("place", ["memory", "state in files", "state and shards in files"])
 @on_ranks(2)
-def test_whoever_reads_waits(rank: int, world_size: int) -> None:
+def test_whoever_reads_waits(rank: int, world_size: int, tmp_path: Path, place: str) -> None:
     """Each after the first step, which makes the state, and after the second."""
+    tier = None if place == "memory" else FileTier(tmp_path, "5kB", parameters="shards" in place)
     with late():
         for name, read in READERS.items():
-            pair = Pair(world_size)
+            pair = Pair(world_size, states=tier)
             for number in range(2):
                 pair.step(rank, number)
                 seen = [read(model, optimizer) for model, optimizer in pair.both]
@@ -595,7 +630,7 @@ PROGRAM = """
 import atexit, os, time, torch, torch.distributed as dist
 from torch import nn
 from shardkit.core import fully_shard
-from shardkit.core.beyond import overlap_step, steps
+from shardkit.core.beyond import FileTier, overlap_step, steps
 os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
 dist.init_process_group("gloo")
 model = fully_shard(nn.Linear(4, 4))

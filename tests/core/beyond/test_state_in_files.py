@@ -1,20 +1,26 @@
 """Optimizer state in files: the bits of state in memory, within the bytes that may be resident, and nothing left."""
 
 import copy
+import ctypes
+import gc
+import os
 import resource
+import signal
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from shardkit.core import fully_shard
 from shardkit.core.beyond import FileTier, overlap_step, steps
-from shardkit.core.checkpoint import CheckpointManager
+from shardkit.core.checkpoint import CheckpointManager, TrainingState
 from tests.core.checkpoint.trainee import ElasticLoader, Trainee, differences
 from tests.core.optimizer_steps.placed_training import assert_same
-from tests.support import on_ranks, rank_mesh, run_ranks
+from tests.support import RankFailure, on_ranks, rank_mesh, run_ranks
 
 WIDTH, LAYERS = 256, 8
 
@@ -116,13 +122,90 @@ def test_state_of_four_times_what_may_be_resident(
     run_ranks(world_size, _train, tmp_path, name, options, parameters)
 
 
-def _save(rank: int, world_size: int, path: Path) -> Any:
+def _status(key: str) -> int:
+    """Bytes of this process, as the system counts them."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{key}:"))
+    return 1024 * int(line.split()[1])
+
+
+class Large:
+    """A model whose shards take 64 MiB, and its training."""
+
+    SHARDS = 4 * 16 * (1024 * 1024 + 1024)
+
+    def __init__(self, tier: FileTier | None) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(16)))
+        for module in (*self.model, self.model):
+            fully_shard(module, mesh=rank_mesh((1,)))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01, fused=True)
+        if tier is not None:
+            overlap_step(self.optimizer, states=tier)
+        self.state = TrainingState(self.model, self.optimizer, rng=False)
+
+    def train(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            batch = torch.randn(4, 1024, generator=torch.Generator().manual_seed(number))
+            self.model(batch).square().mean().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        self.optimizer.state_dict()
+
+
+def _bounded(rank: int, world_size: int, path: Path, parameters: bool) -> None:
+    shards, slack = Large.SHARDS, Large.SHARDS // 2
+    tier = FileTier(path / "tier", (2 + parameters) * shards // 4, parameters=parameters)
+    in_memory = 0 if parameters else shards
+    ctypes.CDLL(None).mallopt(-3, 2**20)  # M_MMAP_THRESHOLD: what is freed is not kept
+    ctypes.CDLL(None).mallopt(-6, 0)  # M_PERTURB: what is allocated is not filled
+    Large(FileTier(path / "warm", 2 * shards)).train([0])  # code, threads and buffers
+    gc.collect()
+    _, most = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (_status("VmData") + 3 * shards, most))  # no room for the states
+
+    def grows(most: int, run: Callable[[], Any]) -> Any:
+        Path("/proc/self/clear_refs").write_text("5")
+        before = _status("VmRSS")
+        found = run()
+        assert _status("VmHWM") - before <= most + slack, (_status("VmHWM") - before, most)
+        return found
+
+    large = grows(shards + tier.resident, lambda: Large(tier))
+    grows(shards + tier.resident, lambda: large.train(range(3)))
+    with CheckpointManager(path / "filed") as manager:
+        grows(in_memory, lambda: manager.save(3, large.state))
+        grows(0, lambda: manager.restore(large.state))
+        resource.setrlimit(resource.RLIMIT_DATA, (most, most))  # it counts memory that is not touched, too
+        large = grows(shards + tier.resident, lambda: Large(tier))
+        grows(tier.resident, lambda: manager.restore(large.state))
+    grows(shards + tier.resident, lambda: large.train([3]))
+    plain = Large(None)
+    plain.train(range(3))
+    with CheckpointManager(path / "plain") as manager:
+        manager.save(3, plain.state)
+    plain.train([3])
+    assert_same(dict(large.model.state_dict()), dict(plain.model.state_dict()), "model")
+    assert_same(large.optimizer.state_dict(), plain.optimizer.state_dict(), "optimizer")
+    filed, kept = ((path / name / "step-000003" / "__0_0.distcp").read_bytes() for name in ("filed", "plain"))
+    assert filed == kept
+
+
+@pytest.mark.parametrize("parameters", [False, True], ids=["state", "state and shards"])
+def test_training_and_checkpoints_take_no_more_memory(tmp_path: Path, parameters: bool) -> None:
+    """By the resident set of the process, and with a limit on its memory that leaves no room for the states."""
+    run_ranks(1, _bounded, tmp_path, parameters, isolated=True)
+
+
+def _save_and_die(rank: int, world_size: int, path: Path, parameters: bool) -> None:
     trainee = Trainee((world_size,), seed=1, loader_kind=ElasticLoader)
-    overlap_step(trainee.optimizer, states=FileTier(path / "tier", "4kB"))
+    overlap_step(trainee.optimizer, states=FileTier(path / "tier", "8kB", parameters=parameters))
     trainee.train(2)
     with CheckpointManager(path / "saved") as manager:
         manager.save(2, trainee.state)
-    return trainee.full()
+    torch.save(trainee.full(), path / f"expected-{rank}")
+    trainee.train(1)
+    dist.barrier()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _restore(rank: int, world_size: int, path: Path, in_files: bool) -> Any:
@@ -136,11 +219,46 @@ def _restore(rank: int, world_size: int, path: Path, in_files: bool) -> Any:
     return seen
 
 
-def test_resumes_on_other_ranks_with_and_without_files(tmp_path: Path) -> None:
-    expected, _ = run_ranks(2, _save, tmp_path)
+@pytest.mark.parametrize("parameters", [False, True], ids=["state", "state and shards"])
+def test_a_killed_run_resumes_on_other_ranks_with_and_without_files(tmp_path: Path, parameters: bool) -> None:
+    with pytest.raises(RankFailure):
+        run_ranks(2, _save_and_die, tmp_path, parameters, isolated=True)
+    assert list((tmp_path / "tier").iterdir()) == []
+    expected = torch.load(tmp_path / "expected-0", weights_only=False)
     for world_size, in_files in ((3, False), (1, True)):
         for seen in run_ranks(world_size, _restore, tmp_path, in_files):
             assert differences(seen, expected) == []
+
+
+def _cut_short(rank: int, world_size: int, path: Path, parameters: bool) -> None:
+    runs = Runs(world_size, FileTier(path, "1GiB", parameters=parameters))
+    runs.step(0)
+    runs.check("a step")
+    model, before = runs.models[0], [one.to_local().clone() for one in runs.models[0].parameters()]
+    opened = [file for file in Path("/proc/self/fd").iterdir() if file.exists()]
+    files = [file for file in opened if str(file.readlink()).startswith(str(path))]
+    files.sort(key=lambda file: file.stat().st_size)  # shards take half of their state
+    os.truncate(files[0 if parameters else -1], 0)
+    told = rf"the file in {path} with {'shards' if parameters else 'optimizer state'} of the parameter group of "
+    if parameters:
+        with pytest.raises(OSError, match=rf"{told}'\d' cannot be read .*; restore the last checkpoint"):
+            runs.step(1)
+        return
+    runs.step(1)
+    with pytest.raises(RuntimeError, match=rf"step of '(\d)\.weight' failed: .*{told}'\1\.weight' cannot") as error:
+        model.state_dict()
+    (failed,) = (one for one in range(LAYERS) if f"step of '{one}." in str(error.value))
+    for index, (seen, stepped) in enumerate(zip(*(one.parameters() for one in runs.models), strict=True)):
+        assert torch.equal(seen.to_local(), before[index] if index // 2 == failed else stepped.to_local())
+    model.load_state_dict(runs.models[1].state_dict())
+    runs.optimizers[0].load_state_dict(copy.deepcopy(runs.optimizers[1].state_dict()))
+    runs.step(2)
+    runs.check("a load and a step")
+
+
+@pytest.mark.parametrize("parameters", [False, True], ids=["state", "shards"])
+def test_a_file_that_is_cut_short_is_an_error(tmp_path: Path, parameters: bool) -> None:
+    run_ranks(1, _cut_short, tmp_path, parameters, isolated=True)
 
 
 def _full_disk(rank: int, world_size: int, path: Path) -> None:
@@ -167,6 +285,12 @@ def test_too_little_that_may_be_resident(rank: int, world_size: int, tmp_path: P
         RuntimeError, match=r"takes 526336 bytes, and resident=102400; raise resident, or shard smaller"
     ):
         runs.models[0][0].weight.to_local()
+
+
+@pytest.mark.parametrize("path", ["/proc/self/nothing", "/dev/null/tier"])
+def test_a_directory_that_cannot_hold_files(path: str) -> None:
+    with pytest.raises(OSError, match=rf"{path} cannot hold files of optimizer state \(.*\); choose a directory that"):
+        FileTier(path, "1GiB")
 
 
 @pytest.mark.parametrize("wrong", [0, "much", "-1GiB", "3 apples", ""])

@@ -64,7 +64,7 @@ def part_of(*told: Piece) -> Part:
 
 def test_notes_that_are_damaged_are_none(tmp_path: Path):
     """One note is damaged, and one was written by another program."""
-    write_part(tmp_path, 0, memoryview(b"zero"), Plan(), lambda _: None)
+    write_part(tmp_path, 0, [b"zero"], Plan(), lambda _: None)
     note = tmp_path / "part-0.json"
     document = unseal(note.read_bytes(), "note")
     note.write_bytes(note.read_bytes().replace(b'"nbytes":4', b'"nbytes":5'))

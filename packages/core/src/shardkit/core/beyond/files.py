@@ -14,7 +14,6 @@ made: a disk that is full is an error then, and not the end of the process in th
 from __future__ import annotations
 
 import math
-import mmap
 import os
 import re
 import tempfile
@@ -28,6 +27,7 @@ from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
 import torch
 
 from shardkit.core.engine.group import FSDPParamGroup, Residence
+from shardkit.core.runtime.mapped import MappedFile
 from shardkit.core.runtime.shared.segment import aligned
 
 __all__ = ["FileTier"]
@@ -54,23 +54,36 @@ class FileTier:
         self.path = Path(path)
         self.resident = _bytes_of(resident)
         self.parameters = parameters
-        self.path.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=self.path).close()
-        self._files: WeakKeyDictionary[FSDPParamGroup, WeakSet[StateFile]] = WeakKeyDictionary()
-        self._shards: WeakKeyDictionary[FSDPParamGroup, ReferenceType[StateFile]] = WeakKeyDictionary()
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=self.path).close()
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"{path} cannot hold files of optimizer state ({error.strerror}); choose a directory that this process "
+                "may write to",
+            ) from error
+        self._files: WeakKeyDictionary[FSDPParamGroup, WeakSet[MappedFile]] = WeakKeyDictionary()
+        self._shards: WeakKeyDictionary[FSDPParamGroup, ReferenceType[MappedFile]] = WeakKeyDictionary()
         self._largest_shards = 0
         # The thread that steps, and the one that gathers, note which files are in memory.
         self._lock = threading.Lock()
-        self._in_memory: list[ReferenceType[StateFile]] = []  # in the order in which they were last used
-        self._in_step: WeakSet[StateFile] = WeakSet()
-        self._gathered: list[StateFile] = []  # the shards of the last gather
+        self._in_memory: list[ReferenceType[MappedFile]] = []  # in the order in which they were last used
+        self._in_step: WeakSet[MappedFile] = WeakSet()
+        self._gathered: list[MappedFile] = []  # the shards of the last gather
         self._steps, self._gathers = _Order(), _Order()
 
     def begin_step(self, group: FSDPParamGroup, tensors: Sequence[torch.Tensor]) -> None:
-        """Before a group is stepped: makes room for the files of `tensors`, and has those of the next one read."""
+        """Before a group is stepped: reads the files of `tensors`, and has those of the next one read meanwhile.
+
+        Raises:
+            OSError: if the disk fails; nothing of the group is stepped then.
+        """
         used = (file for file in self._files.get(group, ()) if any(one in file for one in tensors))
         self._in_step = files = WeakSet(used)  # not files of earlier state, which a state dict may hold
         self._hold(files)
+        for file in files:
+            file.read_in(to_write=True)
         following = self._steps.follow(group)
         self._read_ahead(() if following is None else self._files.get(following, ()))
 
@@ -103,8 +116,7 @@ class FileTier:
                     f"the shard of parameter '{pinned.fqn}' lies in pinned memory, and FileTier(parameters=True) moves "
                     "it to a file; shard it with CPUOffloadPolicy(pin_memory=False)"
                 )
-            what = f"shards of the parameter group of '{group.label}'"
-            moved, file = self._move(group, [one.local_tensor for one in params], what)
+            moved, file = self._move(group, [one.local_tensor for one in params], _shards_in(group))
             for param, local in zip(params, moved, strict=True):
                 if local is not param.local_tensor:
                     param.adopt_shard(local)
@@ -120,15 +132,18 @@ class FileTier:
             shards = self._shards_of(group)
             self._gathered = shards
             self._hold(shards)
+            for file in shards:
+                file.what = _shards_in(group)  # by now modules know their names
+                file.read_in(to_write=False)
             self._read_ahead(self._shards_of(self._gathers.follow(group)))
 
-    def _shards_of(self, group: FSDPParamGroup | None) -> list[StateFile]:
+    def _shards_of(self, group: FSDPParamGroup | None) -> list[MappedFile]:
         file = None if group is None else self._shards.get(group, lambda: None)()
         return [] if file is None else [file]
 
     def _move(
         self, group: FSDPParamGroup, tensors: Sequence[torch.Tensor], what: str
-    ) -> tuple[list[torch.Tensor], StateFile | None]:
+    ) -> tuple[list[torch.Tensor], MappedFile | None]:
         """The tensors in files, and the file that was made for those that were not, if any."""
         files = self._files.setdefault(group, WeakSet())
         fresh = [one for one in tensors if one.numel() and not any(one in file for file in files)]
@@ -142,7 +157,7 @@ class FileTier:
                 f"the {what} takes {nbytes} bytes{rest}, and resident={self.resident}; raise resident, or shard "
                 "smaller modules"
             )
-        file = StateFile(self.path, nbytes, what)
+        file = MappedFile(self.path, nbytes, what)
         with self._lock:
             if self._in_step:  # no gather may take the memory that it is copied to
                 self._in_step.add(file)
@@ -151,7 +166,7 @@ class FileTier:
         placed = dict(zip(map(id, fresh), file.copies(fresh), strict=True))
         return [placed.get(id(one), one) for one in tensors], file
 
-    def _hold(self, files: Iterable[StateFile]) -> None:
+    def _hold(self, files: Iterable[MappedFile]) -> None:
         """Notes that files are in memory from now on; those that were used last make room, but not those in use."""
         for file in files:
             with self._lock:
@@ -162,15 +177,19 @@ class FileTier:
                 in_use = {*self._in_step, *self._gathered, *read}
                 for one in [one for one in reversed(held) if one not in in_use]:
                     if lacking > 0:
-                        one.madvise(mmap.MADV_DONTNEED)
+                        one.leave_memory()
                         held.remove(one)
                         lacking -= one.nbytes
                 self._in_memory = [ref(one) for one in (*held, file)]
 
-    def _read_ahead(self, files: Iterable[StateFile]) -> None:
+    def _read_ahead(self, files: Iterable[MappedFile]) -> None:
         for file in files:
             if ref(file) not in self._in_memory:
-                file.madvise(mmap.MADV_WILLNEED)
+                file.read_ahead()
+
+
+def _shards_in(group: FSDPParamGroup) -> str:
+    return f"shards of the parameter group of '{group.label}'"
 
 
 def _reads_shards(group: FSDPParamGroup) -> bool:
@@ -194,42 +213,6 @@ class _Order:
             self._after.setdefault(known, {})[before] = ref(group)
         self._last = last, ref(group)
         return self._after.get(group, {}).get(last, lambda: None)()
-
-
-class StateFile(mmap.mmap):
-    """A mapped file without a name, which lives as long as a tensor over it."""
-
-    nbytes: int
-    address: int
-
-    def __new__(cls, path: Path, nbytes: int, what: str) -> StateFile:
-        """Raises OSError if the disk has no room; the message has the path, the bytes and the FQN."""
-        try:
-            with tempfile.TemporaryFile(dir=path) as file:
-                os.posix_fallocate(file.fileno(), 0, nbytes)
-                self = super().__new__(cls, file.fileno(), nbytes)
-        except OSError as error:
-            raise OSError(
-                error.errno,
-                f"{path} has no room for {nbytes} bytes of {what} ({error.strerror}); free space, or choose another "
-                "directory",
-            ) from error
-        self.nbytes = nbytes
-        self.address = torch.frombuffer(self, dtype=torch.uint8).data_ptr()
-        return self
-
-    def __contains__(self, tensor: object) -> bool:
-        return isinstance(tensor, torch.Tensor) and 0 <= tensor.data_ptr() - self.address < self.nbytes
-
-    @torch.no_grad()
-    def copies(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Copies of tensors, one after the other from the beginning of the file."""
-        copied, offset = [], 0
-        for one in tensors:
-            place = torch.frombuffer(self, dtype=one.dtype, count=one.numel(), offset=offset)
-            copied.append(place.view(one.shape).copy_(one))
-            offset += aligned(one.nbytes)
-        return copied
 
 
 def _bytes_of(value: int | str) -> int:

@@ -31,7 +31,7 @@ import atexit
 import os
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache, partial
 from operator import is_not
@@ -50,7 +50,7 @@ from shardkit.core.optimizers import optimizer_step_on_shards
 from shardkit.core.parameters.param import FSDPParam, fqn_of, sharded_counterpart
 from shardkit.core.runtime.lanes import StreamLane
 from shardkit.core.tensors import tensors_in
-from shardkit.core.torch_compat import bare_step, no_dynamo
+from shardkit.core.torch_compat import bare_step, held_local, no_dynamo, replace_local
 
 __all__ = ["OverlappedSteps", "overlap_step"]
 
@@ -238,6 +238,19 @@ class OverlappedSteps(PlainSteps):
         if self._tier is not None and self._tier.parameters:
             params = (sharded_counterpart(one) for group in optimizer.param_groups for one in group["params"])
             self._tier.place(dict.fromkeys(FSDPParamGroup.of(param) for param in params if param is not None))
+
+    def place_state(self, state: Mapping[torch.Tensor, Sequence[DTensor]]) -> None:
+        """Moves new state to the tier."""
+        if self._tier is None:
+            return
+        groups: defaultdict[FSDPParamGroup, list[DTensor]] = defaultdict(list)
+        for parameter, tensors in state.items():
+            if (param := sharded_counterpart(parameter)) is not None:
+                groups[FSDPParamGroup.of(param)] += tensors
+        for group, tensors in groups.items():
+            moved = self._tier.put(group, [held_local(one) for one in tensors], group.label)
+            for tensor, local in zip(tensors, moved, strict=True):
+                replace_local(tensor, local)
 
     # -- a step in backward --------------------------------------------------------------------------------------------
 

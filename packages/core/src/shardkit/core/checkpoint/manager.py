@@ -27,8 +27,9 @@ from shardkit.core.checkpoint.index import Index
 from shardkit.core.checkpoint.leaves import Captured
 from shardkit.core.checkpoint.location import Location, location_of
 from shardkit.core.checkpoint.plan import Plan, holding_of, layouts_digest, make_plan, part_of
-from shardkit.core.checkpoint.saving import Header, Image, Progress, Save
+from shardkit.core.checkpoint.saving import Header, Image, LiveImage, Progress, Save
 from shardkit.core.checkpoint.training_state import TrainingState, restore_state, unexpected_names
+from shardkit.core.runtime.mapped import file_of
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ class CheckpointManager:
         self._keep, self._every, self._timeout = keep, every, timeout
         self._peers = Peers.of(None)
         self._token, theirs = self._peers.from_rank0((secrets.token_hex(4), str(self._directory.path)))
-        self._image: Image | None = None
+        self._image: Image | LiveImage | None = None
         self._save: Save | None = None
         self._begun, self._alike = 0, True
         self._others: OtherRuns | None = None
@@ -118,7 +119,8 @@ class CheckpointManager:
         """Saves the current state under a step number. Collective.
 
         Waits for an earlier save that is still running, then copies this rank's part of the state to staging memory of
-        the same size, which later saves reuse. A thread then writes it to disk.
+        the same size, which later saves reuse. A thread then writes it to disk. State in files (`FileTier`) is not
+        copied: then the call returns when this rank's part is on disk.
 
         Args:
             step: number of steps taken; an existing checkpoint of this number is replaced.
@@ -185,13 +187,16 @@ class CheckpointManager:
     def _planned(self, captured: Captured, *, by_layout: bool) -> Plan:
         plan = make_plan(captured, self._peers.rank, by_layout=by_layout)
         pieces = (*plan.described, *plan.told)
+        if any(file_of(value) is not None for value in plan.values):
+            self._image = LiveImage(pieces)
+            return plan
         pinned = any(value.device.type == "cuda" for value in plan.values)
         if self._image is None or self._image.pieces != pieces or self._image.pinned != pinned:
             self._image = None  # frees its memory first
             self._image = Image(pieces, pinned=pinned)
         return plan
 
-    def _start(self, step: int, info: dict[str, Any], plan: Plan, image: Image) -> None:
+    def _start(self, step: int, info: dict[str, Any], plan: Plan, image: Image | LiveImage) -> None:
         header = Header(step, self._peers.size, info)
         self._begun += 1
         token = f"{self._token}{self._begun:04x}"  # a failed save of this step may have left notes of its ranks

@@ -29,6 +29,7 @@ from shardkit.core.checkpoint.stored import (
 )
 from shardkit.core.checkpoint.torch_files import archive_of, layout_in, load_torch_bytes, values_in
 from shardkit.core.checkpoint.verified_file import VerifiedFile, hashing_threads
+from shardkit.core.runtime.mapped import briefly_in_memory
 
 T = TypeVar("T")
 
@@ -131,7 +132,11 @@ def _fill(file: VerifiedFile, read: Read) -> None:
     as_it_is = target.is_contiguous() and not (target.is_conj() or target.is_neg())
     row = math.prod(sizes[1:]) * read.dtype.itemsize
     if layout is None and whole_rows and target.device.type == "cpu" and as_it_is:
-        file.read_into(start + first * row, memory_of(target))
+        memory = memory_of(target)
+        for at in range(0, len(memory), CHUNK_BYTES):
+            part = memory[at : at + CHUNK_BYTES]
+            with briefly_in_memory(part):
+                file.read_into(start + first * row + at, part)
         return
 
     def fetch(low: int, high: int) -> torch.Tensor:

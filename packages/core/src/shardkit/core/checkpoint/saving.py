@@ -3,7 +3,8 @@
 Staging memory is the image of a rank's data file, which contains the heads and tails of the archives from the
 beginning. A save therefore copies each tensor once. The thread then hashes, writes and syncs large ranges of memory;
 all three release the interpreter to the training thread. It is not a daemon thread: a script that ends during a save
-waits until the save is on disk.
+waits until the save is on disk. Tensors that lie in files have no copy: the thread reads them, a block at a time, and
+the training waits meanwhile.
 
 A rank's note (`part-<rank>.json`) is renamed into place when its data file is on disk. The note has the checksums of
 the file and everything that other ranks cannot derive: objects, plain tensors, boxes that no layout describes. Rank 0
@@ -50,6 +51,7 @@ from shardkit.core.checkpoint.stock_metadata import METADATA, stock_metadata
 from shardkit.core.checkpoint.stored import memory_of
 from shardkit.core.checkpoint.torch_files import archive_of
 from shardkit.core.checkpoint.verified_file import BlockSums, read_small
+from shardkit.core.runtime.mapped import briefly_in_memory, file_of
 from shardkit.core.torch_compat import foreach_copy_
 
 _LOG = logging.getLogger(__name__)
@@ -80,14 +82,18 @@ class Image:
 
     Attributes:
         pieces: the pieces that it has room for, in order.
-        memory: uint8, the bytes of the file.
+        parts: the bytes of the file.
     """
+
+    is_live = False
+    """Whether the values must not change until they are written."""
 
     def __init__(self, pieces: Sequence[Piece], *, pinned: bool) -> None:
         self.pieces = tuple(pieces)
         self.pinned = pinned
         chunks, end = chunks_after(0, "", pieces)
         self.memory = torch.zeros(end, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+        self.parts = [memory_of(self.memory)]
         self._views: list[torch.Tensor] = []
         for piece, chunk in zip(pieces, chunks, strict=True):
             archive = archive_of(piece.dtype, piece.sizes)
@@ -114,6 +120,29 @@ class Image:
                 devices.add(value.device)
         for device in devices:
             torch.get_device_module(device).current_stream(device).synchronize()
+
+
+class LiveImage:
+    """The data file of `pieces` as an `Image`, whose values are not copied if they lie in files."""
+
+    is_live = True
+    pinned = False
+
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        self.pieces = tuple(pieces)
+        self.parts: list[bytes | memoryview] = []
+
+    @torch.no_grad()
+    def fill(self, values: Sequence[torch.Tensor]) -> None:
+        """Takes the values of the pieces."""
+        chunks, _ = chunks_after(0, "", self.pieces)
+        self.parts, end = [], 0
+        for piece, chunk, value in zip(self.pieces, chunks, values, strict=True):
+            if file_of(value) is None or not value.is_contiguous():
+                value = torch.empty(piece.sizes, dtype=piece.dtype, device="cpu").copy_(value)
+            archive = archive_of(piece.dtype, piece.sizes)
+            self.parts += [bytes(chunk.offset - end), archive.head, memory_of(value).toreadonly(), archive.tail]
+            end = chunk.offset + chunk.length
 
 
 @dataclass(frozen=True)
@@ -152,6 +181,15 @@ def _writing(path: Location) -> Iterator[Callable[[memoryview], int]]:
         os.close(descriptor)
 
 
+def _blocks(parts: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
+    """Blocks of all parts, each of which is in memory until the next one is taken."""
+    for data in parts:
+        part = memoryview(data)
+        for at in range(0, len(part), BLOCK_BYTES):
+            with briefly_in_memory(part[at : at + BLOCK_BYTES]):
+                yield part[at : at + BLOCK_BYTES]
+
+
 def write_file(path: Location, parts: Sequence[bytes | memoryview], progress: Callable[[int], object]) -> File:
     """Writes parts one after the other and syncs them to disk, while a second thread hashes them.
 
@@ -162,8 +200,8 @@ def write_file(path: Location, parts: Sequence[bytes | memoryview], progress: Ca
 
     def hash_parts() -> None:
         try:
-            for data in parts:
-                sums.add(data)
+            for block in _blocks(parts):
+                sums.add(block)
         except BaseException as error:  # noqa: BLE001 (raised below: what was not hashed is not saved)
             failed.append(error)
 
@@ -174,14 +212,11 @@ def write_file(path: Location, parts: Sequence[bytes | memoryview], progress: Ca
                 hashing.start()
             except RuntimeError:  # no room for a thread, or the interpreter ends
                 hash_parts()
-            for data in parts:
-                part = memoryview(data)
-                for at in range(0, len(part), BLOCK_BYTES):
-                    block = part[at : at + BLOCK_BYTES]
-                    done = 0
-                    while done < len(block):
-                        done += write(block[done:])
-                    progress(len(block))
+            for block in _blocks(parts):
+                done = 0
+                while done < len(block):
+                    done += write(block[done:])
+                progress(len(block))
     finally:
         if hashing.ident is not None:
             hashing.join()
@@ -191,14 +226,18 @@ def write_file(path: Location, parts: Sequence[bytes | memoryview], progress: Ca
 
 
 def write_part(
-    directory: Location, rank: int, image: memoryview, plan: Plan, progress: Callable[[int], object]
+    directory: Location,
+    rank: int,
+    image: Sequence[bytes | memoryview],
+    plan: Plan,
+    progress: Callable[[int], object],
 ) -> None:
     """Writes this rank's data file and then its note into an existing directory. Raises OSError."""
-    placed, end = [], len(image)
+    placed, end = [], sum(map(len, image))
     for path, data in plan.objects:
         placed.append((path, end, len(data)))
         end += len(data)
-    contents: list[bytes | memoryview] = [image, *(data for _, data in plan.objects)]
+    contents: list[bytes | memoryview] = [*image, *(data for _, data in plan.objects)]
     document = {
         "nbytes": end,
         "blocks": write_file(directory / data_file(rank), contents, progress).blocks if end else [],
@@ -366,7 +405,7 @@ class Save:
         header: Header,
         rank: int,
         plan: Plan,
-        image: Image,
+        image: Image | LiveImage,
         keep: int | None,
         timeout: float,
         others: OtherRuns | None = None,
@@ -374,7 +413,7 @@ class Save:
         self._directory, self._token, self._header, self._rank = directory, token, header, rank
         self._plan, self._image, self._keep, self._timeout, self._others = plan, image, keep, timeout, others
         self._temporary = directory.hidden(header.step, token, "incomplete")
-        self._total = image.memory.numel() + sum(len(data) for _, data in plan.objects)
+        self._total = 0
         self._written = 0
         self._phase = "writing"
         self._began = time.monotonic()
@@ -390,7 +429,14 @@ class Save:
         try:
             self._image.fill(self._plan.values)
             self._plan.values.clear()  # they may be the last references to these tensors
+            self._total = sum(map(len, (*self._image.parts, *(data for _, data in self._plan.objects))))
             self._thread.start()
+            if self._image.is_live:
+                try:
+                    self._part_done.wait()
+                finally:
+                    self._part_done.wait()  # after Ctrl-C, too: a step would change what is being written
+                self._image.parts = []
         except Exception as error:  # noqa: BLE001 (the other ranks have begun, this one must not raise alone)
             self._fail(error)
 
@@ -425,7 +471,7 @@ class Save:
     def _run(self) -> None:
         try:
             with self._directory.writing_in(self._temporary):
-                write_part(self._temporary, self._rank, memory_of(self._image.memory), self._plan, self._count)
+                write_part(self._temporary, self._rank, self._image.parts, self._plan, self._count)
                 self._part_done.set()
                 if self._rank == 0:
                     self._phase = "committing"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,7 +41,7 @@ from shardkit.core.checkpoint.leaves import (
 from shardkit.core.checkpoint.location import Location
 from shardkit.core.checkpoint.reading import read_objects, read_tensors
 from shardkit.core.optimizer_steps.block_steps import target_by_block
-from shardkit.core.optimizer_steps.plain_steps import NUMBERS
+from shardkit.core.optimizer_steps.plain_steps import NUMBERS, plain_steps_of
 from shardkit.core.parameters.placements import Owned, is_ours
 from shardkit.core.torch_compat import local_of
 
@@ -147,7 +147,7 @@ class OptimizerNames:
         if not shape and (key in NUMBERS or parameter.ndim):
             return None
         if tuple(parameter.shape) == shape:
-            return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+            return torch.empty_like(parameter, dtype=dtype, requires_grad=False)  # has no memory before it is read
         if owned:
             return None  # a plain tensor on its owner
         by_block = target_by_block(key, dtype, shape, parameter)
@@ -157,6 +157,17 @@ class OptimizerNames:
             f"optimizer.state.{name}.{key} has shape {shape}, its parameter {tuple(parameter.shape)}: take a step, "
             "so that the optimizer has state to read into, then restore"
         )
+
+    def place(self, targets: Mapping[LeafPath, torch.Tensor]) -> None:
+        """Moves new tensors to where the optimizers keep their state: into files, if it lies there."""
+        for optimizer in self.optimizers:
+            if (steps := plain_steps_of(optimizer)) is not None:
+                state: defaultdict[torch.Tensor, list[DTensor]] = defaultdict(list)
+                for path, tensor in targets.items():
+                    holder, parameter = self._by_name[str(path[2])]
+                    if holder is optimizer and isinstance(tensor, DTensor):
+                        state[parameter].append(tensor)
+                steps.place_state(state)
 
     @property
     def names(self) -> Collection[str]:
@@ -471,6 +482,7 @@ class _Targets:
                 self._add(path, lambda _: None)
             elif str(path[2]) in names.names:  # else it belongs to a parameter on other ranks
                 self._add(path, names.target)
+        names.place({path: one for path, one in self._tensors.items() if path[:2] == (OPTIMIZER, "state")})
 
     def read(self, directory: Location) -> dict[LeafPath, Any]:
         """Reads everything: the filled tensors and the objects by path, in the order in which they were saved."""

@@ -25,6 +25,7 @@ A step that raises runs no post-hook. The next step, state dict or forward of a 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from operator import is_
 from typing import Any, TypeAlias
@@ -271,6 +272,9 @@ class PlainSteps:
                 twin.parameter.grad = None
             twin.plain.grad = None
             twin.state, twin.lent = {}, {}
+
+    def place_state(self, state: Mapping[torch.Tensor, Sequence[DTensor]]) -> None:
+        """Moves new state of parameters, before it has values, to where their state lies: nowhere else, here."""
 
     def forget_joined(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
         """Load state dict pre-hook: frees the old state."""

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 # Python keeps a second descriptor for a mapping, unless told not to (3.13).
-_ONE_DESCRIPTOR: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
+ONE_DESCRIPTOR: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
 
 # Every tensor starts at a separate cache line.
 ALIGNMENT = 64
@@ -54,7 +54,7 @@ class Segment(mmap.mmap):
         try:
             os.ftruncate(fd, nbytes)
             seal(fd)
-            self = super().__new__(cls, fd, nbytes, **_ONE_DESCRIPTOR)
+            self = super().__new__(cls, fd, nbytes, **ONE_DESCRIPTOR)
         except OSError as error:
             os.close(fd)
             raise _refused(error) from error
