@@ -68,6 +68,55 @@ def test_shards_cross_to_the_device_as_they_are(name: str, on_device: Callable[.
     assert sorted(seen) == sorted(2 * shards[:-last] + shards[-last:])
 
 
+def casts(between: str) -> tuple[list[tuple[int, bytes]], list[bytes], list[list[bytes]]]:
+    """Bytes read by each copy to the device after an overlapped step, and the shards of each block as they were then.
+
+    In the first block nothing happens `between` the step and the next forward, or a write that no version counts, a
+    load of other shards, or another gather. Or the forward is that of another micro-batch.
+    """
+    scenario = Scenario("casts", blocks=(ODD,) * 3, steps=3, offload={}, mixed=True, build=_fill)
+    observer = _Transfers()
+    with started(scenario, "ours", observer, lambda: 0.0) as run:
+        run.optimizer = torch.optim.SGD(run.model.parameters(), lr=0.1)
+        overlap_step(run.optimizer)
+        for step in take_steps(run):
+            if step == scenario.steps - 1:
+                break
+            first = run.model.blocks[0]
+            kept = {name: one.detach().clone() for name, one in first.state_dict().items()}
+            if not (between == "micro-batch" and step):
+                run.optimizer.step()
+                run.optimizer.zero_grad()
+            if between == "write":
+                for parameter in first.parameters():
+                    parameter.data.mul_(2)
+            elif between == "load":
+                first.load_state_dict({name: 2 * one for name, one in kept.items()}, assign=True)
+            elif between == "gather":
+                first.unshard()
+                first.reshard()
+            observer.seen.clear()
+        blocks = [[parameter.to_local() for parameter in block.parameters()] for block in run.model.blocks]
+        seen = [(sum(nbytes for _, nbytes in read), arrived) for read, arrived in observer.seen]
+        cast = [b"".join(_bytes(shard.bfloat16()) for shard in block) for block in blocks]
+        return seen, cast, [[_bytes(shard) for shard in block] for block in blocks]
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
+
+
+@pytest.mark.parametrize("between", ["nothing", "write", "load", "gather", "micro-batch"])
+def test_a_step_casts_for_the_gathers_behind_it(between: str, on_device: Callable[..., Any]) -> None:
+    """One copy in bf16 for each group, in forward and in backward, unless the shards may have been written to since."""
+    seen, cast, shards = on_device(casts, between)
+    whole = {"nothing": 0, "micro-batch": len(shards)}.get(between, 1)  # blocks whose shards cross as they are
+    copies = [*shards[:whole], *([one] for one in cast[whole:])]
+    expected = [one for block in (*copies[:-1], *copies) for one in block]  # the last stays unsharded until backward
+    assert sorted(arrived for _, arrived in seen) == sorted(expected)
+    assert all(nbytes == len(arrived) for nbytes, arrived in seen)
+
+
 def homes(name: str, options: dict[str, Any]) -> tuple[list[str], list[str], int]:
     """Where shards and their gradients lie after a step, by parameter of the first block, and copies to the device."""
     (scenario,) = (one.scenario for one in CONFIGURATIONS if one.name == name)

@@ -96,6 +96,8 @@ def test_a_step_under_the_next_forward_hides_what_forward_takes():
     assert plain.host_step == overlapped.host_step > overlapped.host_exposed
     assert plain.step > overlapped.step >= plain.step - plain.host_step - plain.optimizer
     assert overlapped.host_exposed > 0.9 * overlapped.host_step  # forward is short beside a slow host's step
+    plain, overlapped = (tiers(overlap_step=one, param_dtype=torch.bfloat16) for one in (False, True))
+    assert overlapped.host_bytes - plain.host_bytes == pytest.approx(2 * plain.parameters / 2)  # cast by the step
 
 
 def test_state_in_files_takes_the_time_of_the_disk():

@@ -406,6 +406,10 @@ def _load_other_state(model: nn.Module, optimizer: Any) -> None:
     optimizer.load_state_dict({**state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
+def _load_weights(model: nn.Module, optimizer: Any, **options: Any) -> None:
+    model.load_state_dict({key: value.detach() * 0.5 for key, value in model.state_dict().items()}, **options)
+
+
 def _in_other_memory(model: nn.Module, optimizer: Any) -> None:
     model.double()
     model.float()
@@ -460,6 +464,8 @@ READERS: dict[str, Callable[[Any, Any], Any]] = {
     "written": _scale_in_place,
     "assigned": _assign_local,
     "moved": _in_other_memory,
+    "weights loaded": _load_weights,
+    "weights assigned": lambda model, optimizer: _load_weights(model, optimizer, assign=True),
     "state taken over": _take_state_over,
     "other state": _load_other_state,
     "a step again": lambda model, optimizer: optimizer.step(),

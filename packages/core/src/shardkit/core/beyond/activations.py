@@ -145,7 +145,7 @@ class _Pool:
 
     def take(self) -> _Page | None:
         """A free page or a new one, None beyond the limit."""
-        if self.free:
+        with contextlib.suppress(IndexError):  # other threads take pages, too
             return _Page(self, self.free.pop())
         if self._limit is not None and (self.count + 1) * PAGE > self._limit:
             return None

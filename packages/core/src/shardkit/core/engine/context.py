@@ -49,8 +49,12 @@ class CommContext:
 
     # -- what a gather reads -------------------------------------------------------------------------------------------
 
-    def on_device(self, sources: Sequence[torch.Tensor], dtypes: Iterable[torch.dtype]) -> list[torch.Tensor]:
+    def on_device(
+        self, sources: Sequence[torch.Tensor], dtypes: Iterable[torch.dtype], cast: torch.Tensor | None
+    ) -> list[torch.Tensor]:
         """`sources` on the device, each in its dtype; the gather lane waits for copies from the host.
+
+        `cast` has all of them already, one after the other: one copy instead of one for each.
 
         Copies overlap with the previous gather: they wait until it has read its own sources, whose memory is dropped
         when it is queued.
@@ -60,11 +64,15 @@ class CommContext:
         if self.gathers.sources_read is not None:
             self.transfers.wait_event(self.gathers.sources_read)
         with self.transfers.owning_memory():
-            # Cast there one after the other: only one at a time is there in both dtypes.
-            staged = [
-                source.to(self.device, non_blocking=True).to(dtype)
-                for source, dtype in zip(sources, dtypes, strict=True)
-            ]
+            if cast is not None:
+                parts = cast.to(self.device, non_blocking=True).split([source.numel() for source in sources])
+                staged = [part.view(source.shape) for part, source in zip(parts, sources, strict=True)]
+            else:
+                # Cast there one after the other: only one at a time is there in both dtypes.
+                staged = [
+                    source.to(self.device, non_blocking=True).to(dtype)
+                    for source, dtype in zip(sources, dtypes, strict=True)
+                ]
             self.gathers.wait_event(self.transfers.current_event())
         return staged
 

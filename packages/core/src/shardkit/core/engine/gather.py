@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
 
+import torch
+
 from shardkit.core import events
 from shardkit.core.engine.order_check import agree
 from shardkit.core.engine.room import Group
@@ -65,6 +67,7 @@ class Gathered(Group, Protocol):
     transports: tuple[Communication, Transports] | None
     plans: GatherPlans | None
     offloaded: bool
+    cast: torch.Tensor | None
 
 
 def share_shards(group: Gathered, params: Sequence[FSDPParam]) -> None:
@@ -134,7 +137,7 @@ def gather_sharded(group: Gathered) -> Ticket | None:
     lane, transport = context.gathers, transports.gather
     read = sources
     if group.offloaded:
-        read = context.on_device(sources, (item.dtype for each in plans.items for item in each))
+        read = context.on_device(sources, (item.dtype for each in plans.items for item in each), group.cast)
     # The lane owns the memory: it frees and allocates in its own order, and need not wait for the compute stream.
     with lane.owning_memory():
         with contextlib.nullcontext() if transport is None else transport.registered_memory():

@@ -183,6 +183,7 @@ class FSDPParamGroup:
         self.plans: GatherPlans | None = None
         self.reduce_plans: dict[tuple[Any, ...], ReducePlan] = {}
         self.offloaded = any(param.offload is not None for param in params)
+        self.cast: torch.Tensor | None = None  # shards that are offloaded as a step left them, as gathers send them
         self.before_gather: list[Callable[[], None]] = []  # called before each: a step on the shards is waited for
         self.when_delivered: list[Callable[[Sequence[FSDPParam]], None]] = []  # called when gradients are reduced
         self.versions: list[int] = []  # of the shards, when the gather lane last waited for their writers
@@ -288,6 +289,8 @@ class FSDPParamGroup:
             self.reshard()
         if not room.take(self, in_backward=in_backward, ahead=ahead):
             return False
+        if not in_backward:  # which reads what forward has read
+            self.cast = None
         self._unshard(from_kept=in_backward and self.residence is Residence.KEPT)
         return True
 

@@ -225,6 +225,9 @@ def assess(
         host = host | {"optimizer": max(0, host["optimizer"] - state) + resident}
         # A step reads what is not resident, and the kernel writes all of it.
         in_files = 2 * state - resident
+    elif policies.overlap_step and on_host and policies.param_dtype in (torch.bfloat16, torch.float16):
+        cast = 0 if "float32" not in recording.dtypes["parameters"] else sizes.own_weights // 2  # by the step
+        host = host | {"sharded_parameters": host["sharded_parameters"] + cast}
     timeline = replay(
         trace, machine, costs or Roofline(machine), overlapped=policies.overlap_step and on_host, in_files=in_files
     )
