@@ -278,8 +278,8 @@ def test_quantised_state(rank: int, world_size: int, kind: str, when: Any) -> No
                     optimizer.zero_grad()
                     if number == 2:
                         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    assert_same(*(dict(model.state_dict()) for model in models), "weights")
-    assert_same(*(optimizer.state_dict() for optimizer in optimizers), "state")
+        assert_same(*(dict(model.state_dict()) for model in models), "weights")  # after the last step
+        assert_same(*(optimizer.state_dict() for optimizer in optimizers), "state")
 
 
 FEATURES = [
