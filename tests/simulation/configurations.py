@@ -409,6 +409,7 @@ CONFIGURATIONS: list[Configuration] = [
     configuration("CPU offload, bf16", offload={}, mixed=True),
     configuration("CPU offload, accumulation", offload={}, step=accumulating),
     configuration("CPU offload, not pinned", offload={"pin_memory": False}),
+    configuration("CPU offload of the largest, bf16", offload={"budget": 80}, mixed=True, on_stock=False),
     configuration("activations on the host", prepare=_activations, on_stock=False),
     configuration("activations on the host, two forwards", prepare=_activations, step=_two_forwards, on_stock=False),
     configuration("activations on the host, side stream", prepare=_activations, step=_on_a_side_stream, on_stock=False),
@@ -429,6 +430,7 @@ CONFIGURATIONS: list[Configuration] = [
             (", evaluation between", {"step": _evaluate_between}),
             (", CPU offload", {"offload": {}}),
             (", CPU offload, bf16, accumulation", {"offload": {}, "mixed": True, "step": accumulating}),
+            (", CPU offload of the largest, bf16", {"offload": {"budget": 80}, "mixed": True}),
         )
     ),
     *(

@@ -52,7 +52,7 @@ class CommContext:
     def on_device(
         self, sources: Sequence[torch.Tensor], dtypes: Iterable[torch.dtype], cast: torch.Tensor | None
     ) -> list[torch.Tensor]:
-        """`sources` on the device, each in its dtype; the gather lane waits for copies from the host.
+        """`sources` on the device, those from the host in their dtypes; the gather lane waits for copies from the host.
 
         `cast` has all of them already, one after the other: one copy instead of one for each.
 
@@ -68,9 +68,10 @@ class CommContext:
                 parts = cast.to(self.device, non_blocking=True).split([source.numel() for source in sources])
                 staged = [part.view(source.shape) for part, source in zip(parts, sources, strict=True)]
             else:
-                # Cast there one after the other: only one at a time is there in both dtypes.
+                # Cast there one after the other: only one at a time is there in both dtypes. Shards on the device stay
+                # as they are: this stream does not wait for their writers.
                 staged = [
-                    source.to(self.device, non_blocking=True).to(dtype)
+                    source.to(self.device, non_blocking=True).to(dtype) if source.device.type == "cpu" else source
                     for source, dtype in zip(sources, dtypes, strict=True)
                 ]
             self.gathers.wait_event(self.transfers.current_event())
