@@ -74,6 +74,9 @@ def test_a_failed_transfer_names_the_group_and_drains_its_siblings() -> None:
     assert ticket.done
     assert sibling.waited == 1
     assert log[-1] == "closed"
+    with pytest.raises(RuntimeError, match="failed: peer left"):  # its memory has no values, whoever asks
+        ticket.wait()
+    ticket.abandon()
     ticket.wait()
 
 

@@ -137,6 +137,7 @@ class CpuTicket:
         self._name = name
         self._keep_alive = keep_alive
         self._pending: Sequence[Waitable | None] = ()
+        self._failed = ""  # a message, for whoever waits next: an exception would keep frames, and so memory
         try:
             self._resume(f"launching {name}")
         except RuntimeError:
@@ -148,6 +149,8 @@ class CpuTicket:
 
         Tensors that the program has read so far may be dropped afterwards.
         """
+        if self._failed:
+            raise RuntimeError(self._failed)
         if self.done:
             return
         with events.waiting(self._label, self._name) if events.hub.active else _UNHEARD as arrived:
@@ -159,15 +162,15 @@ class CpuTicket:
                 # A failed work makes its siblings fail, but they may still point to memory that the caller frees next.
                 doing = f"{self._name} (waiting for its peers, {len(self._pending)} transfers)"
                 self.abandon()
-                raise _failure(self._label, doing, error) from error
+                raise self._failure(doing, error) from error
             self._pending = ()
             if arrived is not None:
                 arrived()
             self._resume(f"{self._name} (local work after its transfers)")
 
     def wait(self) -> None:
-        """Runs the program to its end. Idempotent."""
-        while not self.done:
+        """Runs the program to its end. Idempotent: a program that has failed raises again."""
+        while self._failed or not self.done:
             self.wait_for_stage()
 
     def reader_events(self) -> tuple[Any, ...]:
@@ -176,6 +179,7 @@ class CpuTicket:
 
     def abandon(self) -> None:
         """Gives up: waits for pending transfers, ignores errors, closes the program. For recovery after an error."""
+        self._failed = ""
         if self.done:
             return
         for work in self._pending:
@@ -200,9 +204,14 @@ class CpuTicket:
             self._finish()
         except Exception as error:
             self._finish()
-            raise _failure(self._label, doing, error) from error
+            raise self._failure(doing, error) from error
         finally:
             set_grad_enabled(graphed)
+
+    def _failure(self, doing: str, error: BaseException) -> RuntimeError:
+        failure = _failure(self._label, doing, error)
+        self._failed = str(failure)
+        return failure
 
     def _finish(self) -> None:
         self.done, self.has_stages = True, False
