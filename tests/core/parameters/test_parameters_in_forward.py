@@ -97,7 +97,7 @@ def _unfrozen(head: Any) -> None:
         (Blocks(rows=3), nn.Module.double),
         (Blocks(elements=5), nn.Module.train),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_weight_gathered_outside_forward(
     rank: int, world_size: int, placement: Placement, first: Callable[[Any], Any]

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardkit.core import Blocks, DataParallelMeshDims, Owned, clip_grad_norm_, fully_shard, grad_norm
-from shardkit.core.parameters import managed
+from shardkit.core.parameters import collect
 from shardkit.core.parameters.placements import layout_for
 from shardkit.core.torch_compat import local_of
 from tests.support import networked_mesh, on_ranks, rank_mesh, run_ranks
@@ -263,7 +263,7 @@ def test_what_cannot_work_is_refused_by_name(rank: int, world_size: int) -> None
 @on_ranks(2)
 def test_a_torch_that_runs_no_operators_of_ours_is_refused_by_version(rank: int, world_size: int) -> None:
     model = GatedBlock(8)
-    with mock.patch.object(managed, "RUNS_SUBCLASSES", False):
+    with mock.patch.object(collect, "RUNS_SUBCLASSES", False):
         for kind in ("owned", "rows"):
             with pytest.raises(
                 ValueError, match=r"(Owned\(\)|Blocks\(rows=4\)) for parameter '.*', which needs torch 2.12"
