@@ -173,7 +173,7 @@ class OverlappedSteps(PlainSteps):
         if job.event is None or job.future.exception() is not None:
             self._wait_for(job)
             if job.group is not None and job.cast_holds:
-                job.group.cast = job.cast
+                job.group.cast_shards = job.cast
         else:
             job.let_gather_wait()
 
@@ -344,7 +344,7 @@ class OverlappedSteps(PlainSteps):
             self._jobs[job] = None
             if job.group is not None:
                 job.group.versions.clear()  # the next forward gathers anew: no DTensor counts what a job writes
-                job.group.cast = None
+                job.group.cast_shards = None
                 job.group.before_gather.insert(0, job.before_gather)  # a tier makes room after the step
             job.waiting = job.written(gradients=not in_backward)
             make_wait(job.waiting, job.wait)

@@ -67,7 +67,7 @@ class Gathered(Group, Protocol):
     transports: tuple[Communication, Transports] | None
     plans: GatherPlans | None
     offloaded: bool
-    cast: torch.Tensor | None
+    cast_shards: torch.Tensor | None
 
 
 def share_shards(group: Gathered, params: Sequence[FSDPParam]) -> None:
@@ -107,7 +107,10 @@ def _plan(group: Gathered, transports: Transports, items: list[list[GatherItem]]
 
 
 def gather_bytes(group: Gathered, *, from_kept: bool) -> int:
-    """Bytes that the next gather takes besides the unsharded parameters."""
+    """Bytes that the next gather takes besides the unsharded parameters.
+
+    Collective until there are plans: ranks of one host meet to choose a transport.
+    """
     transports, plans = _prepare(group)
     if from_kept:
         plans = _with_kept(group, plans)
@@ -137,7 +140,7 @@ def gather_sharded(group: Gathered) -> Ticket | None:
     lane, transport = context.gathers, transports.gather
     read = sources
     if group.offloaded:
-        read = context.on_device(sources, (item.dtype for each in plans.items for item in each), group.cast)
+        read = context.on_device(sources, (item.dtype for each in plans.items for item in each), group.cast_shards)
     # The lane owns the memory: it frees and allocates in its own order, and need not wait for the compute stream.
     with lane.owning_memory():
         with contextlib.nullcontext() if transport is None else transport.registered_memory():

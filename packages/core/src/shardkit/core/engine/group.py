@@ -1,15 +1,10 @@
 """A parameter group: parameters that are gathered and reduced together, and the lifecycle of their memory.
 
-               unshard                wait
-    SHARDED ------------> GATHERING ----------> UNSHARDED
-       ^  ^                   ^                  |  |  |
-       |  |                   | unshard          |  |  | reshard(keep=True)
-       |  |                   '---- CACHED <-----'  |  v
-       |  '------------- reshard -------------------' KEPT    (this rank's part for a smaller group)
-
-`unshard` starts a gather and returns; `wait_for_unshard` finishes it and registers the unsharded parameters on the
-modules; `reshard` registers the sharded ones and frees the memory, or leaves it CACHED: room.py, Note [Room]. All three
-do nothing when there is nothing to do. `_MOVES` has all transitions, and `free` is the only place that frees memory.
+`unshard` starts a gather and returns (SHARDED, or KEPT, to GATHERING); `wait_for_unshard` finishes it and registers the
+unsharded parameters on the modules (UNSHARDED). `reshard` registers the sharded ones and frees the memory (SHARDED, or
+KEPT with this rank's part for a smaller group), or leaves it CACHED, to be taken back by the next `unshard` or freed
+when others need room: room.py, Note [Room]. All three do nothing when there is nothing to do. `_MOVES` has all
+transitions, and `free` is the only place that frees memory.
 """
 
 from __future__ import annotations
@@ -183,7 +178,7 @@ class FSDPParamGroup:
         self.plans: GatherPlans | None = None
         self.reduce_plans: dict[tuple[Any, ...], ReducePlan] = {}
         self.offloaded = any(param.offload is not None for param in params)
-        self.cast: torch.Tensor | None = None  # shards that are offloaded as a step left them, as gathers send them
+        self.cast_shards: torch.Tensor | None = None  # offloaded, as a step left them, in the dtype of gathers
         self.before_gather: list[Callable[[], None]] = []  # called before each: a step on the shards is waited for
         self.when_delivered: list[Callable[[Sequence[FSDPParam]], None]] = []  # called when gradients are reduced
         self.versions: list[int] = []  # of the shards, when the gather lane last waited for their writers
@@ -253,7 +248,7 @@ class FSDPParamGroup:
         return self.plans.unsharded_bytes
 
     def bytes_when_used(self, *, in_backward: bool) -> int:
-        """Bytes that the gather takes that its next use needs.
+        """Bytes that the gather takes that its next use needs; collective as `gather_bytes` is.
 
         The size that a tensor subclass sends is known after its first gather; until then the parameter's size counts.
         """
@@ -282,28 +277,28 @@ class FSDPParamGroup:
         if self.residence in _WITH_MEMORY:
             # Backward must read what forward has read, also if the shards were written to since.
             if in_backward or not self.written:
-                room.take_back(self)
+                room.uncache(self)
                 if self.residence is Residence.CACHED:
                     self._move_to(Residence.GATHERING)
                 return True
             self.reshard()
         if not room.take(self, in_backward=in_backward, ahead=ahead):
             return False
-        if not in_backward:  # which reads what forward has read
-            self.cast = None
+        if not in_backward:  # a backward gathers the casts again: it reads what its forward has read
+            self.cast_shards = None
         self._unshard(from_kept=in_backward and self.residence is Residence.KEPT)
         return True
 
     @_ungraphed
     def _unshard(self, *, from_kept: bool) -> None:
-        for call in [*self.before_gather]:
-            call()
-        if (check := self.schedule.order_check) is not None:
-            self.schedule.context.catch_up()
-            check.record("all-gather", self.label, self.mesh.shard_group, self.device)
         try:
+            for call in [*self.before_gather]:
+                call()
+            if (check := self.schedule.order_check) is not None:
+                self.schedule.context.catch_up()
+                check.record("all-gather", self.label, self.mesh.shard_group, self.device)
             self.ticket = gather_kept(self) if from_kept else gather_sharded(self)
-        except BaseException:  # Ctrl-C included: some storages may have their memory already
+        except BaseException:  # Ctrl-C included: room is taken, and some storages may have their memory already
             self.free()
             raise
         self._move_to(Residence.GATHERING)
@@ -428,10 +423,10 @@ class FSDPParamGroup:
 
     @outside_transforms
     @_ungraphed
-    def post_backward(self, *, keep: bool = False, cache: bool = False) -> None:
+    def post_backward(self, *, stays: bool = False, cache: bool = False) -> None:
         """Reshards, and starts reducing the gradients that backward left (collective over the shard group). Idempotent.
 
-        With `keep` the parameters stay unsharded: another backward will read them through this one's graph. With
+        With `stays` the parameters stay unsharded: another backward will read them through this one's graph. With
         `cache` their memory stays until another gather, or the reduction, needs it.
         """
         self.phase = Phase.POST_BACKWARD
@@ -446,7 +441,7 @@ class FSDPParamGroup:
             if param.gradient_dtype.may_defer:
                 param.end_deferring()
         # Before the reduction, which takes memory: the parameters' is there for it, or for the next gather.
-        self.reshard_after_use(keep=keep, cache=cache)
+        self.reshard_after_use(stays=stays, cache=cache)
         if gradients:
             self._reduce(params, gradients, self.settings)
 
@@ -486,11 +481,11 @@ class FSDPParamGroup:
             self.post_backward()
             self.phase = Phase.IDLE
         else:
-            self.reshard_after_use(keep=False)
+            self.reshard_after_use(stays=False)
 
-    def reshard_after_use(self, *, keep: bool, cache: bool = False) -> None:
+    def reshard_after_use(self, *, stays: bool, cache: bool = False) -> None:
         """Reshards when backward no longer needs the parameters."""
-        if self.settings.reshard_after_backward and not (self.forward_users or self.prefetched or keep):
+        if self.settings.reshard_after_backward and not (self.forward_users or self.prefetched or stays):
             self.reshard(cache=cache)
         self.schedule.room.make_room()  # a reduction follows, and takes memory before the next gather does
 

@@ -209,7 +209,7 @@ class Room:
         (self._awaited if awaited else self._over)[weakref.ref(group)] = group.taken
         return True
 
-    def take_back(self, group: Group) -> bool:
+    def uncache(self, group: Group) -> bool:
         """Notes that no gather may free the memory of `group` any more; whether one might."""
         reference = weakref.ref(group)
         return self._over.pop(reference, None) is not None or self._awaited.pop(reference, None) is not None
@@ -233,7 +233,7 @@ class Room:
         """Starts the gather of a group that will be used soon, or keeps what it has. False if there is no room."""
         if group.is_unsharded:
             stays = not group.settings.reshard_after_forward
-            if not self.take_back(group) and (stays or not group.in_use):
+            if not self.uncache(group) and (stays or not group.in_use):
                 return True
         elif not group.unshard(in_backward=in_backward, ahead=True):
             return False

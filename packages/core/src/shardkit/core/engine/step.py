@@ -594,7 +594,7 @@ class FSDPState:
             group.backward_users.discard(self.index)
             if not group.backward_users:
                 # This group may be the next one. When backward is at its end, nothing else needs the memory.
-                group.post_backward(keep=builds_graph, cache=bool(schedule.passes))
+                group.post_backward(stays=builds_graph, cache=bool(schedule.passes))
         if builds_graph:  # a backward through this one enters here
             for gradient in gradients:
                 if gradient is not None and gradient.grad_fn is not None:
@@ -642,9 +642,9 @@ class FSDPState:
         for group in self.groups:
             group.backward_users.clear()
             if group.phase is not Phase.POST_BACKWARD or group.has_gradients:
-                group.post_backward(keep=builds_graph)
+                group.post_backward(stays=builds_graph)
             elif not group.forward_users:
-                group.reshard_after_use(keep=builds_graph)
+                group.reshard_after_use(stays=builds_graph)
             group.phase = Phase.IDLE
         if unfinished and events.hub.active:
             events.emit(events.ModuleEnded(self.fqn, "backward", bool(self.is_root)))

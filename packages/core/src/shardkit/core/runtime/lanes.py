@@ -208,7 +208,7 @@ class CpuTicket:
         finally:
             set_grad_enabled(graphed)
 
-    def _failure(self, doing: str, error: BaseException) -> RuntimeError:
+    def _failure(self, doing: str, error: Exception) -> RuntimeError:
         failure = _failure(self._label, doing, error)
         self._failed = str(failure)
         return failure

@@ -130,8 +130,10 @@ class Transport(ABC):
         `layout.flat_numel` elements if the item is cut on dim 0 and of `numel` if not. When the program is done,
         `flats[i][:numel].view(shape)` is the unsharded tensor; elements behind it are undefined.
 
-        Buffers are allocated now, on the current stream. Raises `ValueError` when custom communication allocates a
-        wrong one.
+        Where programs run on streams, the call allocates buffers, on the current stream: so there `gather` and `reduce`
+        are functions that return a generator, and a program calls `note_sources_read` of lanes.py once it has read its
+        sources, whose memory is used again, and `hold` for inputs of a reduction that its works read. Raises
+        `ValueError` when custom communication allocates a wrong one.
         """
 
     @abstractmethod
