@@ -73,9 +73,9 @@ def note_sources_read() -> None:
         _running.lane.sources_read = _running.lane.stream.record_event()
 
 
-def _failure(label: str, doing: str, error: Exception) -> RuntimeError:
+def _failure(label: str, doing: str, error: str) -> RuntimeError:
     hint = ""
-    if "Timed out" in str(error):  # an error of gloo, which has no names
+    if "Timed out" in error:  # an error of gloo, which has no names
         hint = (
             "; all ranks must run the same modules in the same order, and have gradients of the same parameters: "
             "SHARDKIT_DEBUG=order finds the first difference"
@@ -137,7 +137,7 @@ class CpuTicket:
         self._name = name
         self._keep_alive = keep_alive
         self._pending: Sequence[Waitable | None] = ()
-        self._failed = ""  # a message, for whoever waits next: an exception would keep frames, and so memory
+        self._failed: tuple[str, str] | None = None  # for whoever waits next: an error would keep frames, and so memory
         try:
             self._resume(f"launching {name}")
         except RuntimeError:
@@ -149,8 +149,8 @@ class CpuTicket:
 
         Tensors that the program has read so far may be dropped afterwards.
         """
-        if self._failed:
-            raise RuntimeError(self._failed)
+        if self._failed is not None:
+            raise _failure(self._label, *self._failed)
         if self.done:
             return
         with events.waiting(self._label, self._name) if events.hub.active else _UNHEARD as arrived:
@@ -162,7 +162,8 @@ class CpuTicket:
                 # A failed work makes its siblings fail, but they may still point to memory that the caller frees next.
                 doing = f"{self._name} (waiting for its peers, {len(self._pending)} transfers)"
                 self.abandon()
-                raise self._failure(doing, error) from error
+                self._failed = doing, str(error)
+                raise _failure(self._label, doing, str(error)) from error
             self._pending = ()
             if arrived is not None:
                 arrived()
@@ -170,7 +171,7 @@ class CpuTicket:
 
     def wait(self) -> None:
         """Runs the program to its end. Idempotent: a program that has failed raises again."""
-        while self._failed or not self.done:
+        while self._failed is not None or not self.done:
             self.wait_for_stage()
 
     def reader_events(self) -> tuple[Any, ...]:
@@ -179,7 +180,7 @@ class CpuTicket:
 
     def abandon(self) -> None:
         """Gives up: waits for pending transfers, ignores errors, closes the program. For recovery after an error."""
-        self._failed = ""
+        self._failed = None
         if self.done:
             return
         for work in self._pending:
@@ -204,14 +205,10 @@ class CpuTicket:
             self._finish()
         except Exception as error:
             self._finish()
-            raise self._failure(doing, error) from error
+            self._failed = doing, str(error)
+            raise _failure(self._label, doing, str(error)) from error
         finally:
             set_grad_enabled(graphed)
-
-    def _failure(self, doing: str, error: Exception) -> RuntimeError:
-        failure = _failure(self._label, doing, error)
-        self._failed = str(failure)
-        return failure
 
     def _finish(self) -> None:
         self.done, self.has_stages = True, False
@@ -296,7 +293,7 @@ class StreamLane:
                 lane.stream.wait_event(stages[-1].finished)
         except Exception as error:
             lane.outlast()
-            raise _failure(label, f"launching {self.name}", error) from error
+            raise _failure(label, f"launching {self.name}", str(error)) from error
         if listening:
             span = events.DeviceSpan(begin, self._timing_event(lane.stream))
             try:
