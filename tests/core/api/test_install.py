@@ -1,6 +1,7 @@
 """install() and uninstall(): whose names they replace, that stock's engine does not run meanwhile, and bad input."""
 
 import functools
+import gc
 import importlib
 import pickle
 import sys
@@ -98,9 +99,12 @@ def test_mixed_engines_are_refused(rank: int, world_size: int) -> None:
     stock.fully_shard(model[0])
     with pytest.raises(ValueError, match=r"torch's own fully_shard has sharded module '0'"):
         shardkit.fully_shard(model)
-    shardkit.install()
-    with pytest.raises(ValueError, match=r"torch's own fully_shard has sharded module '0'"):
-        stock.fully_shard(model)
+    with pytest.raises(RuntimeError, match=r"sharded modules already: FSDPLinear; call shardkit\.core\.install\(\)"):
+        shardkit.install()
+    assert stock.fully_shard is STOCKS[0]
+    del model
+    gc.collect()
+    shardkit.install()  # that model is gone
     shardkit.uninstall()
 
 

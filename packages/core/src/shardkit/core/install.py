@@ -29,7 +29,7 @@ from shardkit.core import events
 from shardkit.core.engine.step import state_of
 from shardkit.core.fully_shard import fully_shard
 from shardkit.core.module import register_fsdp_forward_method, share_comm_ctx
-from shardkit.core.torch_compat import STOCK_FUNCTIONS, guard_stock_states, stock_part
+from shardkit.core.torch_compat import STOCK_FUNCTIONS, guard_stock_states, modules_of_stock, stock_part
 from shardkit.core.version import __version__
 
 __all__ = ["install", "uninstall"]
@@ -74,14 +74,16 @@ def install(*, fsdp1: bool = False, announce: bool = True) -> tuple[str, ...]:
         The dotted names that this call replaced, sorted; empty if all had already been replaced.
 
     Raises:
-        RuntimeError: if torch lacks a name to replace or other software has replaced it, or if `fsdp1` is set and
-            shardkit-legacy-fsdp-compat is not installed. Nothing is replaced then.
+        RuntimeError: if torch lacks a name to replace or other software has replaced it, if torch's own engine has
+            sharded a module already, or if `fsdp1` is set and shardkit-legacy-fsdp-compat is not installed. Nothing is
+            replaced then.
 
-    Not collective; call it on all ranks, before the model is sharded: what torch has sharded stays torch's.
+    Not collective; call it on all ranks, before the model is sharded.
     """
     if _current.undo and (_current.fsdp1 or not fsdp1):
         return _bind(_current.replacements)
     _check_homes()
+    _check_models(fsdp1)
     added = [] if _current.undo else list(_replacements_of_fsdp2())
     added += _replacements_of_fsdp1() if fsdp1 else ()
     if not _current.undo:
@@ -121,6 +123,16 @@ def _check_homes() -> None:
                 f"{home}.{name} is not torch's own but {bound!r} of {getattr(bound, '__module__', '?')}; call "
                 "shardkit.core.install() before other software replaces it, or leave that software out"
             )
+
+
+def _check_models(fsdp1: bool) -> None:
+    """Torch's functions would not know ours, nor ours its modules: some would do nothing, without a word."""
+    names = sorted({type(module).__name__ for module in modules_of_stock(fsdp1)})
+    if names:
+        raise RuntimeError(
+            f"torch's own FSDP has sharded modules already: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}; "
+            "call shardkit.core.install() before the first module is sharded"
+        )
 
 
 def _refuse_stock() -> None:

@@ -6,6 +6,7 @@ The rest of the package uses only torch's public names. Each function here docum
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 import operator
 import sys
@@ -377,6 +378,16 @@ def stock_modules_around(module: nn.Module) -> list[nn.Module]:
     """The modules that hold `module` and that torch's own `fully_shard` has sharded."""
     found = [outer for outer in list(_composable_state._module_state_mapping) if stock_engine_of(outer) is not None]
     return [outer for outer in found if any(module is inner for inner in outer.modules())]
+
+
+def modules_of_stock(fsdp1: bool) -> list[nn.Module]:
+    """The modules that torch's own `fully_shard` has sharded, and with `fsdp1` its `FullyShardedDataParallel`."""
+    classes = [*StockFSDPModule.__subclasses__(), *([_STOCK_FSDP1] if fsdp1 else ())]
+    for cls in classes:
+        classes += cls.__subclasses__()
+    # An object refers to its class. One call looks through the heap once, for all classes.
+    found = [one for one in gc.get_referrers(*classes) if type(one) in classes]
+    return [module for module in found if stock_engine_of(module) is not None]
 
 
 def stock_part(name: str, attribute: str) -> Any:
