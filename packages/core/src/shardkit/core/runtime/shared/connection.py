@@ -1,7 +1,7 @@
 """A socket to one peer on this host: messages, in order, from a sender that never waits.
 
 A socket holds a limited number of bytes that its peer has not read (278 short messages with Linux's defaults), and a
-rank reads only when it needs something. Messages without room are kept here, and sent whenever this rank waits for this
+rank reads only when it needs something. Messages without room are kept here, and sent whenever this rank waits for any
 peer. Long ones go in pieces.
 """
 

@@ -26,6 +26,7 @@ import select
 import socket
 import struct
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from enum import IntEnum
@@ -174,11 +175,12 @@ class Neighbours:
             TimeoutError: after the group's timeout.
             RuntimeError: if a peer runs another group, or has gradients of other parameters.
         """
-        self._wait_until_sent(_Kind.POST, operation)
+        deadline = time.monotonic() + self._timeout
+        self._wait_until_sent(_Kind.POST, operation, deadline)
         tables: list[PeerTable | None] = [None] * self._size
         for peer in self.peers:
             while operation not in self._posted[peer]:
-                self._listen(peer)
+                self._listen(peer, deadline)
             table = tables[peer] = self._posted[peer][operation]
             if table.label != label:
                 raise RuntimeError(
@@ -192,9 +194,10 @@ class Neighbours:
     @_undisturbed
     def wait_released(self, operation: Operation) -> None:
         """Waits until every peer has read this rank's part of `operation`. Raises as `collect` does."""
+        deadline = time.monotonic() + self._timeout
         while waiting := self._unreleased.get(operation):
-            self._listen(min(waiting))
-        self._wait_until_sent(_Kind.RELEASE, operation)
+            self._listen(min(waiting), deadline)
+        self._wait_until_sent(_Kind.RELEASE, operation, deadline)
 
     @_undisturbed
     def is_released(self, operation: Operation) -> bool:
@@ -206,27 +209,28 @@ class Neighbours:
 
     # -- listening -----------------------------------------------------------------------------------------------------
 
-    def _wait_until_sent(self, kind: _Kind, operation: Operation) -> None:
+    def _wait_until_sent(self, kind: _Kind, operation: Operation, deadline: float) -> None:
         which = _MESSAGE.pack(kind, operation[0], operation[1], 0)[:_WHICH]
         for peer in self.peers:
             while any(message.startswith(which) for message, _ in self._connections[peer].unsent):
-                self._listen(peer)
+                self._listen(peer, deadline)
 
-    def _listen(self, needed: int) -> None:
+    def _listen(self, needed: int, deadline: float) -> None:
         """Waits until something happens: takes a message from each peer that sent any, and sends waiting messages.
 
         Other peers that are gone are left to the wait that needs them.
 
         Raises:
             ConnectionError: if the peer that is needed has ended.
-            TimeoutError: if nothing happens within the group's timeout; names that peer.
+            TimeoutError: if nothing happens before `deadline`, a time of `time.monotonic`; names that peer. Messages of
+                others do not move it: ranks that give up one after the other would each wait for another timeout.
         """
         poller, listening = select.poll(), {}
         for peer, connection in self._connections.items():
             if peer == needed or peer not in self._ended:
                 listening[connection.fileno()] = peer
                 poller.register(connection, connection.awaited)
-        ready = poller.poll(min(self._timeout * 1000, 2**31 - 1))
+        ready = poller.poll(min(max(0, deadline - time.monotonic()) * 1000, 2**31 - 1))
         if not ready:
             raise TimeoutError(
                 f"rank {needed} of the group has not come within {self._timeout:.0f} s; "
