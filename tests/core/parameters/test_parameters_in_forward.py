@@ -41,7 +41,28 @@ def test_parameter_that_is_kept_on_a_module(rank: int, world_size: int, what: st
     if world_size == 1:  # nothing is freed
         model(torch.ones(2, 8)).sum().backward()
         return
-    with pytest.raises(RuntimeError, match=r"'0' keeps parameter '0\.weight', or a view.*'kept'.*Keep a clone"):
+    with pytest.raises(RuntimeError, match=r"0' keeps parameter '0\.weight', or a view.*'kept'.*Keep a clone"):
+        model(torch.ones(2, 8))
+
+
+class Around(nn.Module):
+    """Keeps a view of its child's weight, as a module does that is put around it later."""
+
+    def __init__(self, inner: nn.Linear) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = self.inner.weight.t()
+        return self.inner(x)
+
+
+@on_ranks(2)
+def test_a_module_that_is_put_in_after_fully_shard_keeps_nothing_either(rank: int, world_size: int) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    fully_shard(model, mesh=rank_mesh((world_size,)))
+    model[0] = Around(model[0])
+    with pytest.raises(RuntimeError, match=r"0' keeps parameter '0\.inner\.weight', or a view.*Keep a clone"):
         model(torch.ones(2, 8))
 
 

@@ -167,7 +167,7 @@ def fully_shard(
     for buffer in managed.buffers:
         if buffer.device != device and buffer.device.type != "meta":  # `materialize` handles those
             buffer.data = buffer.to(device)
-    state = FSDPState(modules, managed.modules, device, policy, auto_reshard=reshard_after_forward is None)
+    state = FSDPState(modules, device, policy, auto_reshard=reshard_after_forward is None)
     for mesh_of_group, parameters in placed.items():
         reshard, smaller = settings[mesh_of_group]
         main: list[FSDPParam] = []

@@ -91,7 +91,6 @@ class FSDPState:
 
     Attributes:
         groups: its parameter groups: one, plus one for 0-dim parameters and one for each tied parameter.
-        keepers: those of the call's modules whose forward may keep tensors on them; torch's own layers do not.
         schedule: shared by the states of one root from the first forward on.
         index: its place among them.
         fqn: name of its module below the root, known from the first forward on.
@@ -103,13 +102,11 @@ class FSDPState:
     def __init__(
         self,
         modules: tuple[nn.Module, ...],
-        managed: Sequence[nn.Module],
         device: torch.device,
         mp_policy: MixedPrecisionPolicy,
         auto_reshard: bool,
     ) -> None:
         self.modules = tuple(weakref.ref(module) for module in modules)
-        self.keepers = [weakref.ref(one) for one in managed if not type(one).__module__.startswith("torch.nn.modules.")]
         self.device = device
         self.mp_policy = mp_policy
         self.auto_reshard = auto_reshard
@@ -453,7 +450,7 @@ class FSDPState:
             RuntimeError: if a module keeps a parameter that resharding frees, or a view of one.
         """
         with_grad = torch.is_grad_enabled()
-        for reference in self.keepers:
+        for reference in self._keepers:
             if (module := reference()) is None:
                 continue
             for attribute, tensor in tensors_kept_by(module):
@@ -469,6 +466,17 @@ class FSDPState:
                         f"its attribute '{attribute}'. The parameter's memory is freed until it is gathered again. "
                         "Keep a clone, or read the parameter from its module when it is needed"
                     )
+
+    @functools.cached_property
+    def _keepers(self) -> list[weakref.ReferenceType[nn.Module]]:
+        """The modules of this call, at the first forward, that may keep tensors; torch's own layers do not.
+
+        Not at `fully_shard`: modules are put in between, such as adapters.
+        """
+        modules = [module for top in self.modules if (module := top()) is not None]
+        for module in modules:  # and those that are added below
+            modules += [child for child in module.children() if state_of(child) is None]
+        return [weakref.ref(one) for one in modules if not type(one).__module__.startswith("torch.nn.modules.")]
 
     def _fqn_of(self, kept_on: nn.Module) -> str:
         for top in self.modules:
