@@ -340,6 +340,8 @@ class OverlappedSteps(PlainSteps):
         for job in jobs:
             job.tier, job.state_of_optimizer = self._tier, optimizer.state
             job.cast_dtype = None if job in at_once else job.narrower_dtype
+            if job.cast_dtype is not None and job.group is not None:  # here, as a load may assign others before it runs
+                job.shards = [param.local_tensor for param in job.group.params]
             job.wait, job.before_gather = partial(self._wait_for, job), partial(self._before_gather, job)
             self._jobs[job] = None
             if job.group is not None:
@@ -549,7 +551,6 @@ class Job:
         if self.tier is None or self.group is None:
             bare_step(self._optimizer)(self._optimizer)
             if self.cast_dtype is not None and self.group is not None:
-                self.shards = [param.local_tensor for param in self.group.params]
                 self.cast = _cast(self.shards, self.cast_dtype, pinned=all(one.pinned for one in self.group.params))
             return
         used = [one for params in self.params.values() for one in params]
