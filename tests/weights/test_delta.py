@@ -72,7 +72,7 @@ def test_changes_turn_old_into_new_and_are_short(model, share, seed):
     pack(wanted, source, there)
     pack(wanted, {piece.name: [values] for piece, values in pieces}, here)
     old, other = here.clone(), here.clone()
-    found = changes(wanted, source, changed, 0)
+    found = changes(wanted, source, changed)
     if found is None:
         assert most >= there.numel()
         return
@@ -82,8 +82,7 @@ def test_changes_turn_old_into_new_and_are_short(model, share, seed):
     assert torch.equal(here, there)
     other[torch.randint(len(other), ())] += 1  # of a receiver that has something else
     with contextlib.suppress(ConnectionError):
-        for turn in range(16):
-            apply(*changes(wanted, source, changed, turn), wanted, other)
+        apply(told, data, wanted, other)
         assert torch.equal(other, there)  # what was wrong there has changed
     if len(data):
         data[torch.randint(len(data), ())] += 1  # on the way
@@ -131,6 +130,6 @@ def test_only_changes_are_sent_to_those_that_have_the_version_before(shared, mon
             assert send(version) == [whole, changed, changed, whole, changed][version]
             assert are_equal()
         receivers[0]._layout.staging.part(0, 0, 1)[0] += 1  # as after an error of the memory
-        # Until it is seen it may be passed on to the third; then all have the whole again.
-        later = next(version for version in range(5, 21) if send(version) > changed)
-        assert are_equal() and send(later + 1) == changed
+        assert send(5) > changed and are_equal()
+        assert send(6) and are_equal()  # whole where a transfer had failed, maybe from the receiver before
+        assert send(7) == changed and are_equal()

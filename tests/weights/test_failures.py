@@ -307,9 +307,9 @@ def test_an_interrupt_leaves_the_receiver_as_it_was():
         wait_for(lambda: there.visible() == [0.0, 1.0])  # a part has come
         assert not there.receiver.valid
         interrupt(there.receiver)
+        last = threads.submit(there.receiver.receive)  # at once: the version before is being given up
         with pytest.raises(CancelledError):
             receiving.result(TIMEOUT)
-        last = threads.submit(there.until, 2)
         go.set()
         for each in sending:
             assert "receive() was interrupted" in each.result(TIMEOUT).failed["one"]
@@ -317,7 +317,8 @@ def test_an_interrupt_leaves_the_receiver_as_it_was():
         set_to(values, 2)
         for each in [threads.submit(each.send, 2) for each in (zero, one)]:
             assert each.result(TIMEOUT).receivers == ("one",)
-        last.result(TIMEOUT)
+        assert last.result(TIMEOUT) == 2
+        assert there.visible() == [2.0]
 
 
 def test_absent_peers_are_named():

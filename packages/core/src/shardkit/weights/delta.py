@@ -2,9 +2,7 @@
 
 Note [Checksums]
 Changes are sent only to a receiver that names the version before as the one that it has. Their CRC shows if one is
-lost, moved or altered. That the receiver has what the sender has is checked as well: each version sums all bytes of
-every sixteenth piece, and the next version those of the pieces after these. Sums of everything each time would take as
-long as all the rest at the receiver.
+lost, moved or altered; a sum of all bytes of the result shows whether the receiver has what the sender has.
 """
 
 from __future__ import annotations
@@ -26,7 +24,6 @@ Changed = dict[tuple[str, Box], npt.NDArray[Any]]
 """Which elements of a sender's parts have changed: positions in order, or a bitmap, whichever is shorter."""
 
 _UNITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_TURNS = 16  # see Note [Checksums]
 _BLOCK = 1 << 18  # elements: those of both versions stay in the cache until all is done with them
 
 
@@ -53,25 +50,22 @@ def update(kept: torch.Tensor, values: torch.Tensor) -> npt.NDArray[Any]:
     return np.concatenate([np.empty(0, np.int64), *(one + start for one, start in zip(found, starts, strict=True))])
 
 
-def changes(
-    pieces: Sequence[Piece], source: Source, changed: Changed, turn: int
-) -> tuple[dict[str, Any], torch.Tensor] | None:
+def changes(pieces: Sequence[Piece], source: Source, changed: Changed) -> tuple[dict[str, Any], torch.Tensor] | None:
     """The changes of a bucket, from its pieces; None if they take no less than the bucket itself, or are not known.
 
-    They take the changed elements, and at most one bit for each element. `turn` says which pieces are summed.
+    They take the changed elements, and at most one bit for each element.
     """
     counts: list[int] = []
     parts: list[npt.NDArray[Any]] = []
-    sums: list[int] = []
-    for number, piece in enumerate(pieces):
+    total = 0
+    for piece in pieces:
         held = holding(piece, source)
         if (known := changed.get((piece.name, held.box))) is None:
             return None
         view = held.of(piece.box)
         new = _units(view.contiguous())
         where = _places(known, held.tensor, view)
-        if (number + turn) % _TURNS == 0:
-            sums.append(_sum(new))
+        total += _sum(new)
         values = new[where]
         counts.append(len(values))
         if not _few(len(values), len(new)):
@@ -82,7 +76,7 @@ def changes(
     if sum(one.nbytes for one in parts) >= sum(piece.nbytes for piece in pieces):
         return None
     data = torch.from_numpy(np.concatenate([one.view(np.uint8) for one in parts]))
-    told = {"counts": counts, "bytes": data.nbytes, "crc": zlib.crc32(bytes_of(data)), "turn": turn, "sums": sums}
+    told = {"counts": counts, "bytes": data.nbytes, "crc": zlib.crc32(bytes_of(data)), "sum": total}
     return told, data
 
 
@@ -92,8 +86,8 @@ def apply(told: dict[str, Any], data: torch.Tensor, pieces: Sequence[Piece], buc
     """
     sent, at, offset = data.numpy(), 0, 0
     if zlib.crc32(bytes_of(data)) == told["crc"]:
-        sums = []
-        for number, (piece, count) in enumerate(zip(pieces, told["counts"], strict=True)):
+        total = 0
+        for piece, count in zip(pieces, told["counts"], strict=True):
             values = _units(bucket[offset : offset + piece.nbytes], dtype_named(piece.dtype).itemsize)
             if _few(count, len(values)):
                 new = at + 4 * count
@@ -103,10 +97,9 @@ def apply(told: dict[str, Any], data: torch.Tensor, pieces: Sequence[Piece], buc
                 where = np.unpackbits(sent[at:new], count=len(values)).view(bool)
             at = new + count * values.itemsize
             values[where] = sent[new:at].view(values.dtype)
-            if (number + told["turn"]) % _TURNS == 0:
-                sums.append(_sum(values))
+            total += _sum(values)
             offset += piece.nbytes
-        if sums == told["sums"]:
+        if total == told["sum"]:
             return
     raise ConnectionError("the checksum of the changes differs; the whole is sent again; read the senders' logs")
 
@@ -152,4 +145,4 @@ def _units(tensor: torch.Tensor, itemsize: int = 0) -> npt.NDArray[Any]:
 def _sum(values: npt.NDArray[Any]) -> int:
     data = values.view(np.uint8)
     even = data.size // 8 * 8
-    return (int(data[:even].view(np.int64).sum()) + int.from_bytes(data[even:].tobytes(), "little")) % (1 << 64)
+    return int(data[:even].view(np.int64).sum()) + int.from_bytes(data[even:].tobytes(), "little")

@@ -59,6 +59,7 @@ class _Round:
         before: the receiver from which this one gets all, if it is not from the senders.
         done: how many buckets of each sender are where they belong.
         changes: those that have come, by sender and number of the bucket, for the receiver after this one.
+        left: whether one was left from which bytes were to come; it may still write where they were to go.
     """
 
     number: int
@@ -66,6 +67,7 @@ class _Round:
     layout: _Layout
     before: Message | None
     problem: str = ""
+    left: bool = False
     done: Counter[int] = field(default_factory=Counter)
     changes: dict[tuple[int, int], tuple[Message, torch.Tensor]] = field(default_factory=dict)
     pulls: list[asyncio.Task[None]] = field(default_factory=list)
@@ -120,6 +122,7 @@ class WeightReceiver(Peer):
         self._patience = timeout
         self._waiting = self._closed = False
         self._problem = ""  # of the last version that failed
+        self._taking = asyncio.Lock()
         self._io.spawn(self._join_if_there())
 
     @property
@@ -193,16 +196,19 @@ class WeightReceiver(Peer):
 
     async def _take(self, within: float) -> _Round:
         """Waits until a version is complete and all take it."""
-        if self._round is not None:  # the last call was interrupted while it wrote
-            return self._round
-        deadline = time.monotonic() + within
-        self._waiting = True
-        try:
-            while (found := await self._complete(await self._next(deadline, within))).problem:
-                self._problem = f"version {found.version}: {found.problem}"
-            return found
-        finally:
-            self._waiting = False
+        async with self._taking:  # a call that was interrupted may still be giving up its version
+            if self._round is not None and not self._round.problem:  # the last call was interrupted while it wrote
+                return self._round
+            if self._round is not None:  # it was interrupted again while it gave up
+                await self._give_up(self._round)
+            deadline = time.monotonic() + within
+            self._waiting = True
+            try:
+                while (found := await self._complete(await self._next(deadline, within))).problem:
+                    self._problem = f"version {found.version}: {found.problem}"
+                return found
+            finally:
+                self._waiting = False
 
     async def _next(self, deadline: float, within: float) -> Message:
         """The message of sender 0 with which the next version begins."""
@@ -301,7 +307,9 @@ class WeightReceiver(Peer):
         self._round = None
 
     async def _done(self, taken: _Round) -> None:
-        self._round = None
+        self._round, self._problem = None, ""
+        if taken.left:
+            taken.layout.staging = None
         taken.layout.holds = None if taken.layout.staging is None else taken.number
         with contextlib.suppress(OSError):
             if self._control is not None:
@@ -333,7 +341,7 @@ class WeightReceiver(Peer):
                 await self._pull_from(self._inlets[key], found, rank, base)
                 return
             except Exception as error:  # noqa: BLE001 - whatever it is, the version is not complete
-                problem = str(error) or repr(error)
+                problem, found.left = str(error) or repr(error), True
                 if key in self._inlets:
                     self._inlets.pop(key).close()
             if found.problem:

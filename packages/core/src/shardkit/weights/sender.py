@@ -252,7 +252,7 @@ class WeightSender(Peer):
         offset, nbytes, pieces = runs[number]
         message: Message = {"at": offset, "nbytes": nbytes}
         if version.base and base == version.base:
-            found = changes(pieces, version.source, version.changed, turn=version.base)
+            found = changes(pieces, version.source, version.changed)
             if found is not None:
                 message["changes"], data = found
                 return message, data
