@@ -216,10 +216,8 @@ def replay(
     seconds_of = functools.cache(costs.seconds)
     host = device = 0.0
     flops = 0
-    exposed: dict[str, float] = defaultdict(float)
-    compute: dict[str, float] = defaultdict(float)
-    spans: list[Span] = []
-    moments: list[float] = []
+    exposed, compute = defaultdict[str, float](float), defaultdict[str, float](float)
+    spans, moments = list[Span](), list[float]()
     each = machine.ranks_per_host / machine.host_bandwidth
     stepped_bytes = sum(one.operator.bytes for one in trace.steps if isinstance(one, Ran) and one.on_host)
     host_step = max(stepped_bytes * each, in_files / machine.storage_bandwidth)
