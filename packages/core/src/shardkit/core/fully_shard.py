@@ -35,7 +35,7 @@ from shardkit.core.parameters.collect import (
     placement_of,
     with_owners,
 )
-from shardkit.core.parameters.gradient_hooks import move_gradient_hooks
+from shardkit.core.parameters.gradients import move_gradient_hooks
 from shardkit.core.parameters.param import FSDPParam, Slot
 from shardkit.core.parameters.placements import Owned
 from shardkit.core.policies import (

@@ -59,7 +59,7 @@ STOCK_FUNCTIONS: dict[str, Any] = {
 _STOCK_FSDP1 = stock_fsdp.FullyShardedDataParallel  # here too: `install` may put ours in its place
 _STOCK_PARTS = "torch.distributed.fsdp._fully_shard"
 
-# The class was added in 2.15, together with stock's rule for `reduce_dtype=None` (gradient_dtype.py).
+# The class was added in 2.15, together with stock's rule for `reduce_dtype=None` (gradients.py).
 StockGradientReductionHandle: Any = getattr(stock_fsdp, "GradientReductionHandle", object)
 GRAD_DTYPE_DECIDES = StockGradientReductionHandle is not object
 """Whether stock sums gradients in the parameters' `grad_dtype` where `reduce_dtype` is None."""

@@ -26,7 +26,7 @@ from shardkit.core.engine.gather import GatherPlans, gather_bytes, gather_kept, 
 from shardkit.core.engine.schedule import Schedule
 from shardkit.core.engine.settings import GroupSettings
 from shardkit.core.mesh import DataParallelMesh, PostForwardMesh
-from shardkit.core.parameters.gradient_hooks import check_gradients
+from shardkit.core.parameters.gradients import check_gradients
 from shardkit.core.parameters.param import FSDPParam
 from shardkit.core.parameters.registration import (
     changed,

@@ -38,8 +38,8 @@ from shardkit.core.parameters.adapters import (
     SubclassGather,
     user_attributes,
 )
-from shardkit.core.parameters.gradient_dtype import GradientDtype
-from shardkit.core.parameters.gradient_hooks import (
+from shardkit.core.parameters.gradients import (
+    GradientDtype,
     hooked,
     lost_summand,
     mark_gradient,
@@ -468,26 +468,35 @@ class FSDPParam:
     # -- gradients -----------------------------------------------------------------------------------------------------
 
     def take_gradients(self) -> torch.Tensor | None:
-        """Before a cast or move of the module: takes away a gradient with a dtype of its own."""
-        gradient = self.gradient_dtype.take_out(self.sharded_param)
+        """Before a cast or move of the module: takes away a gradient whose dtype must not follow the parameter's."""
+        self.gradient_dtype.note(self.sharded_param)
         self.gradient_dtype.decide(self.mp_policy.reduce_dtype, self.orig_dtype)
+        gradient = self.sharded_param.grad if self.gradient_dtype.is_set else None
+        if gradient is not None:
+            self.sharded_param.grad = None
         return gradient
 
     def put_gradients_back(self, gradient: torch.Tensor | None) -> None:
-        """After a cast or move: restores `grad_dtype`, which torch drops, and that gradient."""
-        self.gradient_dtype.put_back(self.sharded_param, gradient)
+        """After a cast or move: restores `grad_dtype`, and that gradient, moved along."""
+        self.gradient_dtype.put_on(self.sharded_param)
+        if gradient is not None:
+            self.sharded_param.grad = gradient.to(self.sharded_param.device)
 
     def defer_cast(self, *, will_reduce: bool) -> None:
-        """At the start of a backward: tells autograd not to cast gradients to wider sums, if the reduction will."""
+        """At the start of a backward: tells autograd not to cast gradients to wider sums, if the reduction will.
+
+        For parameters whose `gradient_dtype.may_defer`. A first gradient that is not reduced must be cast at once, as
+        in stock: autograd then adds the contributions of several uses of the parameter in the dtype of sums.
+        """
         unsharded = self.unsharded_param
         if unsharded is not None and (will_reduce or self.accumulated is not None or unsharded.grad is not None):
-            self.gradient_dtype.defer(unsharded)
+            unsharded.grad_dtype = None
 
     def end_deferring(self) -> None:
         """After its gradients have been taken: ends `defer_cast`."""
-        unsharded = self.unsharded_param
-        if unsharded is not None and (unsharded.grad is None or unsharded.grad.dtype == self.gradient_dtype.sums):
-            self.gradient_dtype.stop_deferring(unsharded)
+        unsharded, sums = self.unsharded_param, self.gradient_dtype.sums
+        if unsharded is not None and (unsharded.grad is None or unsharded.grad.dtype == sums):
+            unsharded.grad_dtype = sums
 
     def accumulate_unsharded(self) -> None:
         """Keeps the gradient of a backward without sync in the dtype of sums, until it is reduced."""
@@ -532,8 +541,9 @@ class FSDPParam:
             fresh, gradient, self.accumulated = gradient, self.accumulated, None
             if fresh is not None:
                 gradient += fresh
-        elif zeros_if_unused or waits:  # ranks send zeros or gradients, of the same dtype
-            dtype = self.gradient_dtype.fresh(self.dtype)
+        elif zeros_if_unused or waits:  # ranks send zeros or gradients, of the dtype that autograd leaves
+            asked = self.gradient_dtype.sums if parameter is None else parameter.grad_dtype
+            dtype = self.dtype if asked is None or self.gradient_dtype.may_defer else asked
             if gradient is not None:
                 gradient = gradient.to(dtype)
             elif waits or (parameter is not None and parameter.requires_grad):

@@ -1,4 +1,12 @@
-"""The user's gradient hooks of parameters, and what a user does to gradients that would be lost.
+"""What a user may do to the gradients of a parameter: set their dtype, put hooks on them, and replace them.
+
+Note [Three dtypes of a gradient]
+Autograd leaves an unsharded gradient in the dtype of the computation. It is *summed*, over backwards without gradient
+sync and over ranks, in `reduce_dtype`. If that is None, the installed torch's FSDP2 is the model: since 2.15 the
+parameter's `grad_dtype` decides, which is its own dtype unless it was set; before, the dtype of the computation. A sum
+is *delivered* in the sharded parameter's `grad_dtype`. A `grad_dtype` of None accepts any dtype.
+
+A gradient that is summed over axes of tensor parallelism first has the dtype of sums there too: autograd leaves it so.
 
 Note [Gradient hooks]
 Autograd runs the hooks of a leaf where it accumulates into it. It never reaches a sharded parameter, whose gradient is
@@ -20,6 +28,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardkit.core.torch_compat import (
+    GRAD_DTYPE_DECIDES,
+    grad_dtype_of,
     gradient_hooks,
     has_gradient_hooks,
     move_hooks,
@@ -28,6 +38,7 @@ from shardkit.core.torch_compat import (
 )
 
 __all__ = [
+    "GradientDtype",
     "check_gradients",
     "hooked",
     "lost_summand",
@@ -37,6 +48,51 @@ __all__ = [
 ]
 
 _MARK = "_shardkit_origin"
+
+
+class GradientDtype:
+    """The `grad_dtype` that the user has set for one parameter, and its consequences.
+
+    Attributes:
+        sums: the dtype of sums; None for the dtype of the gradient.
+        delivered: the dtype of the sharded gradient; None for the dtype of the sum.
+        is_set: whether the user has.
+        may_defer: whether sums are wider than the computation, so that their cast can be deferred.
+    """
+
+    def __init__(self) -> None:
+        self.sums: torch.dtype | None = None
+        self.delivered: torch.dtype | None = None
+        self.is_set = False
+        self._dtype: torch.dtype | None = None
+        self.may_defer = False
+
+    def note(self, parameter: torch.Tensor) -> None:
+        """Takes over the setting of `parameter`. Casts, moves and assigning loads replace parameters without it."""
+        is_set, dtype = grad_dtype_of(parameter)
+        if is_set:
+            self.is_set, self._dtype = True, dtype
+
+    def decide(self, reduce_dtype: torch.dtype | None, original: torch.dtype) -> None:
+        """Decides on the dtypes of a parameter of dtype `original`."""
+        self.delivered = self._dtype if self.is_set else original
+        self.sums = reduce_dtype or (self.delivered if self.is_set or GRAD_DTYPE_DECIDES else None)
+
+    def put_on(self, sharded: torch.Tensor) -> None:
+        """Sets it on the sharded parameter, if the user has set it: torch drops it in casts and moves."""
+        if self.is_set:
+            sharded.grad_dtype = self._dtype
+
+    def prepare(self, unsharded: torch.Tensor, *, sums_elsewhere: bool) -> None:
+        """Tells autograd to leave gradients in the dtype of sums on a new unsharded parameter.
+
+        `sums_elsewhere`: whether they may be summed over axes that are not data-parallel before.
+        """
+        sums, self.may_defer = self.sums, False
+        asked = GRAD_DTYPE_DECIDES or self.is_set or (sums_elsewhere and sums is not None)
+        if asked and unsharded.dtype.is_floating_point and sums != unsharded.dtype:
+            unsharded.grad_dtype = sums
+            self.may_defer = sums is not None and sums.itemsize > unsharded.itemsize and not sums_elsewhere
 
 
 def move_gradient_hooks(original: torch.Tensor, sharded: torch.Tensor, name: Callable[[], str]) -> None:
