@@ -105,15 +105,19 @@ class TensorParallelAdapter:
     """The adapter that core finds through the entry point group `shardkit.dtensor_adapters`."""
 
     def form(
-        self, parameter: DTensor, fqn: str, mesh: DataParallelMesh, dim: int | None, holders: Sequence[Holder] = ()
-    ) -> TensorParallelForm:
+        self, parameter: torch.Tensor, fqn: str, mesh: DataParallelMesh, dim: int | None, holders: Sequence[Holder] = ()
+    ) -> TensorParallelForm | AnnotatedForm:
         """The form of one parameter, cut on tensor dim `dim` over `mesh`; None (0-dim parameters): replicated.
 
         Raises:
             ValueError: for a Partial or unknown placement, a mesh of another root, overlapping axes, a local tensor
-                that does not match its placements, or placements that this torch would misread; the message has the
-                FQN and the placements.
+                that does not match its placements, placements that this torch would misread, or annotations that do not
+                match the mesh; the message has the FQN and the placements.
+            NotImplementedError: for an annotation that no placement stands for.
         """
+        if not isinstance(parameter, DTensor):
+            dtensor, gradients = as_dtensor(parameter, fqn, mesh)
+            return AnnotatedForm(self.form(dtensor, fqn, mesh, dim, holders), gradients)
         shape, cut = parameter.shape, 0 if dim is None else dim
         placements = tuple(parameter.placements)
         if (declared := declared_of(holders)) is not None:
@@ -143,17 +147,6 @@ class TensorParallelAdapter:
             left_to_right,
             Boxes(shape, region) if several else None,
         )
-
-    def annotated_form(
-        self, parameter: torch.Tensor, fqn: str, mesh: DataParallelMesh, dim: int | None, holders: Sequence[Holder] = ()
-    ) -> AnnotatedForm:
-        """The form of a plain parameter that `spmd_types` annotates, cut on tensor dim `dim` over `mesh`.
-
-        Raises:
-            ValueError, NotImplementedError: for annotations that do not match the mesh; the message has the FQN.
-        """
-        dtensor, gradients = as_dtensor(parameter, fqn, mesh)
-        return AnnotatedForm(self.form(dtensor, fqn, mesh, dim, holders), gradients)
 
 
 def _check_local(parameter: DTensor, placements: Sequence[Placement], fqn: str) -> None:

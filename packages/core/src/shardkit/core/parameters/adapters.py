@@ -110,27 +110,19 @@ class ParameterForm(Protocol):
 
 
 class DTensorAdapter(Protocol):
-    """Shards parameters that are already DTensors because of tensor or expert parallelism."""
+    """Shards parameters that tensor or expert parallelism has made DTensors, or that are annotated as parts of one."""
 
     def form(
-        self, parameter: DTensor, fqn: str, mesh: DataParallelMesh, dim: int | None, holders: Sequence[Holder]
+        self, parameter: torch.Tensor, fqn: str, mesh: DataParallelMesh, dim: int | None, holders: Sequence[Holder]
     ) -> ParameterForm:
         """The form of one parameter, cut on tensor dim `dim` over `mesh`; None (0-dim parameters): replicated.
 
-        Notes about a parameter are kept on its holders, because the parameter is another tensor after `module.to()` or
-        a load.
+        A plain parameter is one that `spmd_types` annotates on axes of `mesh.whole`. Notes about a parameter are kept
+        on its holders, because the parameter is another tensor after `module.to()` or a load.
 
         Raises:
-            ValueError, TypeError: for meshes or placements that do not match; the message has the FQN.
-        """
-
-    def annotated_form(
-        self, parameter: torch.Tensor, fqn: str, mesh: DataParallelMesh, dim: int | None, holders: Sequence[Holder]
-    ) -> ParameterForm:
-        """The form of a plain parameter that `spmd_types` annotates on axes of `mesh.whole`, cut as in `form`.
-
-        Raises:
-            ValueError, NotImplementedError: for annotations that do not match the mesh; the message has the FQN.
+            ValueError, TypeError, NotImplementedError: for meshes, placements or annotations that do not match; the
+                message has the FQN.
         """
 
 
@@ -184,7 +176,7 @@ def form_of(
         if spmd is not None and (annotated := spmd.get_local_type(parameter)):
             model_axes = mesh.whole is not None and len(mesh.named) < mesh.whole.ndim
             if model_axes and not is_ours(placement) and (adapter := _dtensor_adapter()):
-                return adapter.annotated_form(parameter, fqn, mesh, dim, holders)
+                return adapter.form(parameter, fqn, mesh, dim, holders)
             _check_annotations(annotated, fqn, mesh)
         kind = PlacedTensor if is_ours(placement) else DTensor
         return _PlainForm(parameter.shape, mesh.mesh, mesh.placements(placement), kind)
