@@ -45,7 +45,7 @@ def _param(device: str, policy: OffloadPolicy, original: Tensor, mesh: DeviceMes
     module.weight = nn.Parameter(original, requires_grad=False)
     slots = [Slot.of(module, "weight")]
     axes, on = data_parallel_mesh(mesh, None), torch.device(device)
-    form = form_of(module.weight, "weight", axes, 0, [(module, "weight")])
+    form = form_of(module.weight, "weight", axes, Shard(0), [(module, "weight")])
     return module, FSDPParam(module.weight, "weight", slots, axes, Shard(0), form, on, MixedPrecisionPolicy(), policy)
 
 

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from shardkit.core.policies import DataParallelMeshDims
 from shardkit.core.torch_compat import flattened_axis, joined_mesh
@@ -72,13 +72,12 @@ class DataParallelMesh:
         axes = () if self.shard_axis is None else (self.shard_axis,)
         return DataParallelMesh(self.mesh, None, axes + self.replicate_axes, self.named, self.whole)
 
-    def placements(self, cut: int | Placement | None) -> tuple[Placement, ...]:
-        """Placements of a parameter cut on tensor dim `cut`, or by it; None (0-dim parameters): replicated."""
-        placement = Shard(cut) if isinstance(cut, int) else cut
-        return tuple(
-            placement if axis == self.shard_axis and placement is not None else Replicate()
-            for axis in range(self.mesh.ndim)
-        )
+    def placements(self, cut: Placement | None) -> tuple[Placement, ...]:
+        """Placements of a parameter cut by `cut`; None (0-dim parameters): replicated."""
+        placements: list[Placement] = [Replicate()] * self.mesh.ndim
+        if cut is not None and self.shard_axis is not None:
+            placements[self.shard_axis] = cut
+        return tuple(placements)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Placement, Shard
 
 from shardkit.core.engine.order_check import agree
 from shardkit.core.engine.room import Group
@@ -83,7 +83,7 @@ class UnitParameter:
         return new_dtensor(local.view(self.param.local_shape), self.param.mesh.mesh, self._placements(), self.shape)
 
     def _placements(self) -> tuple[Placement, ...]:
-        placement = 0 if self.shape and not self.is_replicated else None
+        placement = Shard(0) if self.shape and not self.is_replicated else None
         return self.param.mesh.placements(placement)
 
     def own_rows(self, full: torch.Tensor) -> torch.Tensor:

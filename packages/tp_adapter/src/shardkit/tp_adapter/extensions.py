@@ -120,7 +120,7 @@ class DTensorExtensions:
             root, cut = root_of(device_mesh), (device_mesh.mesh_dim_names or (None,))[-1]
             names = root.mesh_dim_names or ()
             if cut not in names:  # unnamed or flattened
-                return new_dtensor(chunk, device_mesh, data.placements(0), tensor.shape)
+                return new_dtensor(chunk, device_mesh, data.placements(Shard(0)), tensor.shape)
             placements = [Shard(0) if name == cut else Replicate() for name in names]
             return new_dtensor(chunk, root, placements, tensor.shape)
         form = adapter.form(tensor, _described(tensor), data, 0)

@@ -160,10 +160,8 @@ def region_at(
 
     `Blocks` cuts last, what the others leave.
     """
-    dims = Region.whole(shape).runs
-    for axis, (size, position) in enumerate(zip(mesh_shape, coordinate, strict=True)):
-        (dims,) = _cut_by(placements, axis, name, dims, size, [position])
-    return _in_blocks(name, dims, placements, mesh_shape, coordinate)
+    (region,) = _regions(name, shape, placements, mesh_shape, [(position,) for position in coordinate])
+    return region
 
 
 def regions_of_mesh(
@@ -173,13 +171,28 @@ def regions_of_mesh(
 
     Every rank computes the same list, without communication. Linear in the size of the mesh.
     """
+    return _regions(name, shape, placements, mesh_shape, [range(size) for size in mesh_shape])
+
+
+def _regions(
+    name: str,
+    shape: Sequence[int],
+    placements: Sequence[Placement],
+    mesh_shape: Sequence[int],
+    positions: Sequence[Sequence[int]],
+) -> list[Region]:
+    """The regions of the ranks at each combination of `positions` on the axes."""
     found = [Region.whole(shape).runs]
-    for axis, size in enumerate(mesh_shape):
-        found = [cut for dims in found for cut in _cut_by(placements, axis, name, dims, size, range(size))]
-    if not any(isinstance(one, Blocks) for one in placements):
+    for axis, (size, along) in enumerate(zip(mesh_shape, positions, strict=True)):
+        found = [cut for dims in found for cut in _cut_by(placements, axis, name, dims, size, along)]
+    blocks = next((axis for axis, one in enumerate(placements) if isinstance(one, Blocks)), None)
+    if blocks is None:
         return [Region(dims) for dims in found]
-    coordinates = itertools.product(*map(range, mesh_shape))
-    return [_in_blocks(name, dims, placements, mesh_shape, at) for dims, at in zip(found, coordinates, strict=True)]
+    coordinates = itertools.product(*positions)
+    return [
+        _in_blocks(name, dims, placements, blocks, mesh_shape[blocks], at[blocks])
+        for dims, at in zip(found, coordinates, strict=True)
+    ]
 
 
 def _cut_by(
@@ -214,16 +227,14 @@ def _in_blocks(
     name: str,
     dims: tuple[tuple[Run, ...], ...],
     placements: Sequence[Placement],
-    mesh_shape: Sequence[int],
-    coordinate: Sequence[int],
+    axis: int,
+    size: int,
+    position: int,
 ) -> Region:
-    """The part of `dims` that `Blocks` gives the rank at `coordinate`; all of it if no placement is `Blocks`."""
-    axis = next((axis for axis, one in enumerate(placements) if isinstance(one, Blocks)), None)
-    if axis is None:
-        return Region(dims)
-    layout = layout_for(placements[axis], Region(dims).shape, mesh_shape[axis])
-    length = layout.length(coordinate[axis])
-    start = layout.offset(coordinate[axis]) if length else 0  # regions without elements are equal
+    """The part of `dims` that the `Blocks` of an axis of `size` ranks gives the rank at `position`."""
+    layout = layout_for(placements[axis], Region(dims).shape, size)
+    length = layout.length(position)
+    start = layout.offset(position) if length else 0  # regions without elements are equal
     merged = len(dims) - len(layout.shape) + 1
     if merged == 1:
         return Region((_cut(dims[0], start, start + length), *dims[1:]))
