@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import starmap
 from typing import Any, overload
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement
 
 from shardkit.core.engine.group import FSDPParamGroup
 from shardkit.core.engine.step import FSDPState, state_of
@@ -28,16 +27,13 @@ from shardkit.core.optimizers import watch_optimizers
 from shardkit.core.parameters.adapters import ParameterForm, form_of
 from shardkit.core.parameters.collect import (
     Managed,
-    ManagedParameter,
+    PlacementFn,
     manage,
-    mesh_of_parameter,
     modules_of_argument,
-    placement_of,
-    with_owners,
+    place,
 )
 from shardkit.core.parameters.gradients import move_gradient_hooks
 from shardkit.core.parameters.param import FSDPParam, Slot
-from shardkit.core.parameters.placements import Owned
 from shardkit.core.policies import (
     CompressionPolicy,
     CPUOffloadPolicy,
@@ -54,9 +50,6 @@ from shardkit.core.runtime.gloo_threads import wait_at_exit
 from shardkit.core.torch_compat import mark_managed
 
 __all__ = ["fully_shard"]
-
-# The result is a placement, None, or an object with a placement and its own mesh.
-PlacementFn = Callable[[nn.Parameter], Any]
 
 
 @overload
@@ -150,16 +143,15 @@ def fully_shard(
     if managed.ties:
         _refuse_inside_sharded(modules, managed)
     # Everything that can reject the input runs first, so a call that raises leaves the module unchanged.
-    choose = shard_placement_fn if shard_placement_fn is not None else lambda _: None
-    placed = _placed(managed, choose, data_parallel)
+    placed = place(managed.parameters, shard_placement_fn, data_parallel)
     settings = {mesh: _reshard_setting(reshard_after_forward, mesh) for mesh in (data_parallel, *placed)}
     forms: dict[str, ParameterForm] = {}
     meshes: dict[str, DataParallelMesh] = {}
     shard_bytes: dict[str, int] = {}
     for mesh_of_group, parameters in placed.items():
-        for one, placement in parameters:
-            on = meshes[one.fqn] = mesh_of_group if placement is not None else mesh_of_group.fully_replicated
-            form = forms[one.fqn] = form_of(one.parameter, one.fqn, on, placement, one.holders)
+        for one in parameters:
+            on = meshes[one.fqn] = mesh_of_group if one.placement is not None else mesh_of_group.fully_replicated
+            form = forms[one.fqn] = form_of(one.parameter, one.fqn, on, one.placement, one.holders)
             shard_bytes[one.fqn] = -(-form.plain(one.parameter.detach()).nbytes // on.shard_size)
     offload = offload_of_each(offload_policy, shard_bytes)
     for param, _ in managed.ties:
@@ -172,12 +164,12 @@ def fully_shard(
         reshard, smaller = settings[mesh_of_group]
         main: list[FSDPParam] = []
         whole: list[FSDPParam] = []
-        for one, placement in parameters:
-            on, form = meshes[one.fqn], forms[one.fqn]
+        for one in parameters:
+            on, form, cut = meshes[one.fqn], forms[one.fqn], one.placement
             places = list(starmap(Slot.of, one.holders))
-            param = FSDPParam(one.parameter, one.fqn, places, on, placement, form, device, policy, offload[one.fqn])
+            param = FSDPParam(one.parameter, one.fqn, places, on, cut, form, device, policy, offload[one.fqn])
             move_gradient_hooks(one.parameter, param.sharded_param, partial(_fqn_of, weakref.ref(param), one.fqn))
-            (main if placement is not None else whole).append(param)
+            (main if cut is not None else whole).append(param)
         if main:
             state.add_group(FSDPParamGroup(main, mesh_of_group, device, policy, reshard, smaller, compression_policy))
         if whole:
@@ -194,22 +186,6 @@ def fully_shard(
 
 
 fully_shard.state = state_of  # type: ignore[attr-defined]
-
-
-def _placed(
-    managed: Managed, choose: PlacementFn, default: DataParallelMesh
-) -> dict[DataParallelMesh, list[tuple[ManagedParameter, Placement | None]]]:
-    """The parameters with their placements, by mesh, in order of registration."""
-    by_mesh: dict[DataParallelMesh, list[tuple[ManagedParameter, Placement | None]]] = {}
-    for one in managed.parameters:
-        chosen = choose(one.parameter)
-        mesh = mesh_of_parameter(one, chosen, default)
-        by_mesh.setdefault(mesh, []).append((one, placement_of(one, chosen)))
-    for mesh, parameters in by_mesh.items():
-        if any(isinstance(placement, Owned) for _, placement in parameters):
-            ones, placements = zip(*parameters, strict=True)
-            by_mesh[mesh] = list(zip(ones, with_owners(ones, placements, mesh), strict=True))
-    return by_mesh
 
 
 def _fqn_of(reference: weakref.ReferenceType[FSDPParam], otherwise: str) -> str:

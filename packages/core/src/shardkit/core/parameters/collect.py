@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,7 +13,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from shardkit.core.mesh import DataParallelMesh
 from shardkit.core.parameters.adapters import Holder, SubclassGather
-from shardkit.core.parameters.ownership import owners_for
+from shardkit.core.parameters.ownership import OwnerPlan, owners_for
 from shardkit.core.parameters.param import FSDPParam, Slot, sharded_counterpart
 from shardkit.core.parameters.placements import Blocks, Owned
 from shardkit.core.policies import as_mesh_dims
@@ -22,27 +23,35 @@ __all__ = [
     "STATE",
     "Managed",
     "ManagedParameter",
+    "PlacementFn",
     "added_parameters",
     "manage",
-    "mesh_of_parameter",
     "modules_of_argument",
-    "placement_of",
-    "with_owners",
+    "place",
 ]
 
 STATE = "_shardkit_state"
 """Attribute of a module that `fully_shard` was called on: its FSDPState."""
+
+PlacementFn = Callable[[nn.Parameter], Any]
+"""Chooses a placement, None, or an object with a placement and its own mesh."""
 
 _IGNORED = "_shardkit_ignored"  # set on a module: names of its parameters that a call was told to ignore
 
 
 @dataclass
 class ManagedParameter:
-    """One parameter that a call manages, and the places among the managed modules that hold it (several: ties)."""
+    """One parameter that a call manages.
+
+    Attributes:
+        holders: the places among the managed modules that hold it; several for a tie.
+        placement: how it is cut; None: replicated.
+    """
 
     parameter: nn.Parameter
     fqn: str
     holders: list[Holder]
+    placement: Placement | None = None
 
 
 @dataclass
@@ -182,7 +191,42 @@ def _refuse_shared_with_replicated(roots: Sequence[nn.Module], managed: Mapping[
                     )
 
 
-def placement_of(managed: ManagedParameter, chosen: object | None) -> Placement | None:
+def place(
+    parameters: Sequence[ManagedParameter], choose: PlacementFn | None, default: DataParallelMesh
+) -> dict[DataParallelMesh, list[ManagedParameter]]:
+    """Gives parameters the placements that `shard_placement_fn` chooses; returns them by mesh. Not collective.
+
+    An `Owned()` without a rank gets one, the same on all ranks.
+
+    Raises:
+        ValueError, TypeError: for results that cannot be used; the message has the FQN.
+    """
+    by_mesh: dict[DataParallelMesh, list[ManagedParameter]] = {}
+    for one in parameters:
+        chosen = None if choose is None else choose(one.parameter)
+        mesh = _mesh_of(one, chosen, default)
+        one.placement = _placement_of(one, chosen)
+        by_mesh.setdefault(mesh, []).append(one)
+    for mesh, ones in by_mesh.items():
+        open_ones: list[tuple[ManagedParameter, OwnerPlan | None]] = []
+        for one in ones:
+            if not isinstance(one.placement, Owned):
+                continue
+            if one.placement.rank is None:
+                open_ones.append((one, getattr(one.placement, "plan", None)))
+            elif one.placement.rank >= mesh.shard_size:
+                raise ValueError(
+                    f"shard_placement_fn returned {one.placement} for parameter '{one.fqn}', but the shard group has "
+                    f"{mesh.shard_size} ranks; expected a rank of the group, in [0, {mesh.shard_size - 1}]"
+                )
+        if open_ones:
+            owners = owners_for([(one.parameter, plan) for one, plan in open_ones], mesh)
+            for (one, _), rank in zip(open_ones, owners, strict=True):
+                one.placement = Owned(rank)
+    return by_mesh
+
+
+def _placement_of(managed: ManagedParameter, chosen: object | None) -> Placement | None:
     """The placement of one parameter from the result of `shard_placement_fn`; None: replicated, as any 0-dim parameter.
 
     Raises:
@@ -230,7 +274,7 @@ def placement_of(managed: ManagedParameter, chosen: object | None) -> Placement 
     return Shard(dim)
 
 
-def mesh_of_parameter(managed: ManagedParameter, chosen: object | None, default: DataParallelMesh) -> DataParallelMesh:
+def _mesh_of(managed: ManagedParameter, chosen: object | None, default: DataParallelMesh) -> DataParallelMesh:
     """The mesh of one parameter from the result of `shard_placement_fn`: its own, or the call's.
 
     A result with a mesh has attributes `placement` and `mesh_info`, like stock's `ShardPlacementResult`; the latter has
@@ -256,27 +300,3 @@ def mesh_of_parameter(managed: ManagedParameter, chosen: object | None, default:
     dims = as_mesh_dims(getattr(info, "dp_mesh_dims", None))
     named = frozenset() if dims is None else frozenset(dims.shard_names + dims.replicate_names)
     return DataParallelMesh(mesh, shard, axes, named, getattr(info, "spmd_mesh", None) if named else None)
-
-
-def with_owners(
-    managed: Sequence[ManagedParameter], placements: Sequence[Placement | None], mesh: DataParallelMesh
-) -> list[Placement | None]:
-    """The placements, with a rank for every `Owned()` without one. The same on all ranks; not collective.
-
-    Raises:
-        ValueError: if an owner is not a rank of the shard group; the message has the FQN.
-    """
-    for one, placement in zip(managed, placements, strict=True):
-        if isinstance(placement, Owned) and placement.rank is not None and placement.rank >= mesh.shard_size:
-            raise ValueError(
-                f"shard_placement_fn returned {placement} for parameter '{one.fqn}', but the shard group has "
-                f"{mesh.shard_size} ranks; expected a rank of the group, in [0, {mesh.shard_size - 1}]"
-            )
-    open_ones = [index for index, one in enumerate(placements) if isinstance(one, Owned) and one.rank is None]
-    if not open_ones:
-        return list(placements)
-    chosen = owners_for([(managed[i].parameter, getattr(placements[i], "plan", None)) for i in open_ones], mesh)
-    resolved = list(placements)
-    for index, rank in zip(open_ones, chosen, strict=True):
-        resolved[index] = Owned(rank)
-    return resolved
