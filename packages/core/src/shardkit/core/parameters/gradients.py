@@ -1,4 +1,4 @@
-"""What a user may do to the gradients of a parameter: set their dtype, put hooks on them, and replace them.
+"""Gradients of one parameter: their dtypes, hooks on them, and changes by users that would lose one.
 
 Note [Three dtypes of a gradient]
 Autograd leaves an unsharded gradient in the dtype of the computation. It is *summed*, over backwards without gradient
