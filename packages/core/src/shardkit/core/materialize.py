@@ -63,7 +63,7 @@ def materialize(
     # These promises are tested by
     # tests/core/api/test_materialize.py::test_every_initialiser_gives_the_values_of_one_process
     # tests/core/api/test_materialize.py::test_models_of_transformers_get_the_values_of_one_process
-    slots = list(_meta_slots(module))
+    slots = [slot for slot in _slots(module) if slot.tensor().is_meta]
     if not slots:
         return
     owners = {id(slot.owner) for slot in slots}
@@ -144,10 +144,6 @@ def _slots(module: nn.Module) -> Iterator[_Slot]:
             yield _Slot(start + name, submodule, name, "parameter")
         for name, _ in submodule.named_buffers(recurse=False, remove_duplicate=False):
             yield _Slot(start + name, submodule, name, "buffer")
-
-
-def _meta_slots(module: nn.Module) -> Iterator[_Slot]:
-    return (slot for slot in _slots(module) if slot.tensor().is_meta)
 
 
 def _plain_ties(module: nn.Module, choose: Callable[[torch.Tensor], bool]) -> list[list[_Slot]]:

@@ -191,10 +191,9 @@ class FSDPParam:
         self.shape = plain.shape
         self.placement = placement
         self.layout = layout_for(placement, tuple(self.shape), mesh.shard_size)
-        self._layout_keeps_shape = tuple(self.shape) == self.layout.shape
         self.local_shape = self.layout.local_shape(mesh.shard_rank) if self.shape else ()
         home = device if self.offload is None else torch.device("cpu")
-        shard = shard_of(plain, self.layout, self.local_shape, mesh.shard_rank, home)
+        shard = shard_of(plain, self.layout, mesh.shard_rank, home)
         self.sharded_param = nn.Parameter(form.sharded(shard), requires_grad=original.requires_grad)
         self.sharded_param.__dict__.update(user_attributes(original))
         self.gradient_dtype.put_on(self.sharded_param)
@@ -551,7 +550,7 @@ class FSDPParam:
         if gradient is None:
             return None
         gradient = self.form.gradient(gradient)
-        return gradient if self._layout_keeps_shape else gradient.reshape(self.layout.shape)
+        return gradient if gradient.shape == self.layout.shape else gradient.reshape(self.layout.shape)
 
     def deliver(self, gradient: torch.Tensor) -> None:
         """Makes a reduced shard the sharded gradient, in its dtype, or adds it to the existing one.

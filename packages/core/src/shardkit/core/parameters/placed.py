@@ -279,17 +279,13 @@ def _equal(func: Any, one: torch.Tensor, other: torch.Tensor) -> bool:
     if not _alike(one, other):
         raise _refusal(func, like, "got tensors that lie in different places")
     same = torch.tensor(func(local_of(one), local_of(other)), dtype=torch.int32, device=like.device_mesh.device_type)
-    for group in _groups(like):
-        dist.all_reduce(same, dist.ReduceOp.MIN, group=group)
-    return bool(same)
+    return bool(_reduced(same, dist.ReduceOp.MIN, like))
 
 
 def _any(func: Any, tensor: PlacedTensor) -> torch.Tensor:
     """Whether any element is true, on every rank of the mesh (collective)."""
     found = func(local_of(tensor)).to(tensor.device_mesh.device_type, torch.int32)
-    for group in _groups(tensor):
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
-    return found.bool()  # type: ignore[no-any-return]
+    return _reduced(found, dist.ReduceOp.MAX, tensor).bool()
 
 
 def _new(func: Any, like: PlacedTensor, size: Sequence[int], *args: Any, **kwargs: Any) -> Any:
@@ -323,13 +319,17 @@ def _copy_between(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     return target
 
 
-def _groups(tensor: DTensor) -> list[dist.ProcessGroup]:
-    mesh = tensor.device_mesh
-    return [
-        mesh.get_group(axis)
-        for axis, one in enumerate(tensor.placements)
-        if not one.is_replicate() and mesh.size(axis) > 1
-    ]
+def _reduced(number: torch.Tensor, op: Any, *tensors: DTensor) -> torch.Tensor:
+    """Reduces a number in place over the ranks that hold other parts of `tensors` (collective)."""
+    groups: dict[int, dist.ProcessGroup] = {}
+    for tensor in tensors:
+        mesh = tensor.device_mesh
+        for axis, one in enumerate(tensor.placements):
+            if not one.is_replicate() and mesh.size(axis) > 1:
+                groups.setdefault(id(group := mesh.get_group(axis)), group)
+    for group in groups.values():
+        dist.all_reduce(number, op, group=group)
+    return number
 
 
 def _norm(
@@ -348,11 +348,10 @@ def _norm(
     numbers = local if local.numel() else local.new_zeros(1)
     part = cast(torch.Tensor, func(numbers, order, dtype=dtype))
     total = part.double().to(tensor.device_mesh.device_type)
-    op = dist.ReduceOp.MAX if math.isinf(order) else dist.ReduceOp.SUM
-    total = total if math.isinf(order) else total.pow(order)
-    for group in _groups(tensor):
-        dist.all_reduce(total, op, group=group)
-    total = total if math.isinf(order) else total.pow(1 / order)
+    if math.isinf(order):
+        total = _reduced(total, dist.ReduceOp.MAX, tensor)
+    else:
+        total = _reduced(total.pow(order), dist.ReduceOp.SUM, tensor).pow(1 / order)
     replicated = [Replicate() for _ in tensor.placements]
     return new_dtensor(total.to(part.dtype), tensor.device_mesh, replicated, torch.Size(()))
 
@@ -383,9 +382,7 @@ def _unscale(func: Any, gradients: Sequence[torch.Tensor], found: torch.Tensor, 
     plain = [local_of(one) if isinstance(one, DTensor) else one for one in gradients]
     seen, factor = (one.full_tensor() if isinstance(one, DTensor) else one for one in (found, scale))
     func([one for one in plain if one.numel()], seen, factor)
-    groups = {id(group): group for one in gradients if isinstance(one, DTensor) for group in _groups(one)}
-    for group in groups.values():
-        dist.all_reduce(seen, dist.ReduceOp.MAX, group=group)
+    _reduced(seen, dist.ReduceOp.MAX, *(one for one in gradients if isinstance(one, DTensor)))
     if seen is not found:
         found.copy_(seen)
 

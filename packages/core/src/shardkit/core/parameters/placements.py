@@ -132,12 +132,10 @@ def layout_for(placement: Placement | None, shape: tuple[int, ...], world_size: 
 _layout = functools.lru_cache(maxsize=256)(ChunkLayout)
 
 
-def shard_of(
-    whole: torch.Tensor, layout: ChunkLayout, local_shape: tuple[int, ...], rank: int, device: torch.device
-) -> torch.Tensor:
+def shard_of(whole: torch.Tensor, layout: ChunkLayout, rank: int, device: torch.device) -> torch.Tensor:
     """The contiguous shard of `whole` on `rank`, moved to `device`, or on meta if `whole` is.
 
-    With several ranks the shard has its own memory, so `whole` can be freed. `local_shape` is the shard's shape.
+    With several ranks the shard has its own memory, so `whole` can be freed.
     """
     if whole.shape and tuple(whole.shape) != layout.shape:  # cut between rows of merged dims
         whole = whole.reshape(layout.shape)
@@ -147,11 +145,11 @@ def shard_of(
     elif world > 1:
         chunks = torch.chunk(whole, world, layout.dim)
         # new_zeros is one of the few operators through which wrapper subclasses keep their class.
-        chunk = chunks[rank] if rank < len(chunks) else chunks[0].new_zeros(local_shape)
+        chunk = chunks[rank] if rank < len(chunks) else chunks[0].new_zeros(layout.local_shape(rank))
     moved = chunk.to(whole.device if whole.device.type == "meta" else device)
     if moved is chunk and world > 1:
         if not is_plain(chunk):  # clone may quantize again
-            return chunk.new_zeros(local_shape).copy_(chunk)
+            return chunk.new_zeros(chunk.shape).copy_(chunk)
         return chunk.clone(memory_format=torch.contiguous_format)
     return moved.contiguous()
 

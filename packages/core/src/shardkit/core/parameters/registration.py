@@ -152,10 +152,19 @@ def take_over(param: FSDPParam, *, loading: bool) -> bool:
         param.adopt_shard(local)
         return True
     if param.sharded_param.untyped_storage() is not param.origin:
-        raise _lost_parameter(param.fqn)
+        raise RuntimeError(
+            f"the data of parameter '{param.fqn}' was replaced (`parameter.data = ...`). The values of a DTensor lie "
+            "in its local tensor, so the new ones would be lost. Write in place under torch.no_grad(): "
+            "`parameter.copy_(...)` from a DTensor like it, or `parameter.to_local().copy_(...)` from this rank's rows"
+        )
     if param.unsharded_param is not None and _was_written_to(param, param.unsharded_param):
         param.unsharded_param = None  # the next gather makes a new one
-        raise _lost_while_unsharded(param.fqn)
+        raise RuntimeError(
+            f"the data of parameter '{param.fqn}' was replaced (`parameter.data = ...`) or written to in place while "
+            "it was unsharded: in forward, or after a forward that no backward has followed. That does not reach its "
+            "shards, so the new values are lost. Write to the sharded parameter, in place, before forward or after "
+            "backward; reshard() the module if it is unsharded there"
+        )
     return False
 
 
@@ -226,22 +235,3 @@ def _check_replacement(param: FSDPParam, parameter: torch.Tensor) -> None:
             "torch.func.functional_call; its gradient would be lost. Pass detached tensors to compute with other "
             "values, or train with the parameters of the module"
         )
-
-
-def _lost_parameter(fqn: str) -> RuntimeError:
-    """The error for a sharded parameter."""
-    return RuntimeError(
-        f"the data of parameter '{fqn}' was replaced (`parameter.data = ...`). The values of a DTensor lie in its "
-        "local tensor, so the new ones would be lost. Write in place under torch.no_grad(): `parameter.copy_(...)` "
-        "from a DTensor like it, or `parameter.to_local().copy_(...)` from this rank's rows"
-    )
-
-
-def _lost_while_unsharded(fqn: str) -> RuntimeError:
-    """The error for a parameter that was written to in its unsharded form."""
-    return RuntimeError(
-        f"the data of parameter '{fqn}' was replaced (`parameter.data = ...`) or written to in place while it was "
-        "unsharded: in forward, or after a forward that no backward has followed. That does not reach its shards, so "
-        "the new values are lost. Write to the sharded parameter, in place, before forward or after backward; "
-        "reshard() the module if it is unsharded there"
-    )
