@@ -56,14 +56,15 @@ def plain_parameters(optimizer: torch.optim.Optimizer, *, all_shards: bool) -> l
         RuntimeError: if the optimizer would be wrong on plain tensors; the message has an FQN and a remedy.
     """
     params = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    placed = any(isinstance(parameter, PlacedTensor) for parameter in params)
-    if not placed and not all_shards and not (steps_by_element(optimizer) and _lists_several_meshes(optimizer)):
-        return []
-    on_any_part = steps_by_element(optimizer) or steps_by_block(optimizer)
-    plain = [one for one in params if _is_on(one, Owned) or (on_any_part and _is_on(one, Blocks))]
-    if all_shards or (steps_by_element(optimizer) and (plain or _lists_several_meshes(optimizer))):
+    by_element = steps_by_element(optimizer)
+    on_any_part = by_element or steps_by_block(optimizer)
+    placed = [one for one in params if isinstance(one, PlacedTensor)]
+    owned = [one for one in placed if _is_on(one, Owned)]
+    plain: list[DTensor] = [one for one in placed if _is_on(one, Owned) or (on_any_part and _is_on(one, Blocks))]
+    if all_shards or (by_element and (plain or _lists_several_meshes(optimizer))):
         plain = [one for one in params if isinstance(one, DTensor)]
-    owned = [one for one in plain if _is_on(one, Owned)]
+    if not plain:
+        return plain
     if not on_any_part:
         _refuse_part_of_matrix(optimizer, owned)
     _refuse_mixed_lists(optimizer, plain)
@@ -96,8 +97,8 @@ def _is_empty_somewhere(optimizer: torch.optim.Optimizer, parameter: PlacedTenso
     return any(not region.numel for region in regions)
 
 
-def _is_on(parameter: torch.Tensor, placement: type[Owned | Blocks]) -> bool:
-    return isinstance(parameter, PlacedTensor) and any(isinstance(one, placement) for one in parameter.placements)
+def _is_on(parameter: PlacedTensor, placement: type[Owned | Blocks]) -> bool:
+    return any(isinstance(one, placement) for one in parameter.placements)
 
 
 def _lists_several_meshes(optimizer: torch.optim.Optimizer) -> bool:
@@ -128,7 +129,7 @@ def _refuse_part_of_matrix(optimizer: torch.optim.Optimizer, owned: Sequence[DTe
 
 def _refuse_mixed_lists(optimizer: torch.optim.Optimizer, plain: Sequence[DTensor]) -> None:
     """Refuses plain tensors together with DTensors, which torch's foreach and fused operators do not accept."""
-    if not plain or not isinstance(optimizer, _TAKES_LISTS):
+    if not isinstance(optimizer, _TAKES_LISTS):
         return
     known = set(map(id, plain))
     for group in optimizer.param_groups:
