@@ -84,7 +84,7 @@ class PlacedTensor(DTensor):
         if name in _REDUCING:
             raise _refusal(func, _first(args))
         if name in _IN_PLACE or name.startswith(_ON_LISTS) or torch.Tag.pointwise in func.tags:
-            return _elementwise(func, args, kwargs)
+            return _elementwise(func, args, kwargs, on_lists=name.startswith(_ON_LISTS))
         raise _refusal(func, _first((*args, *kwargs.values())))
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
@@ -219,7 +219,7 @@ def _refusal(func: Any, tensor: PlacedTensor, because: str = "is not known to ac
     )
 
 
-def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, on_lists: bool) -> Any:
     """Runs an operator on the local tensors and wraps results of their shape."""
     like = _first(args)
 
@@ -231,8 +231,7 @@ def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         if isinstance(value, DTensor):
             if not value.ndim:
                 return value.full_tensor()
-            in_list = str(func).split(".")[1].startswith(_ON_LISTS)
-            if in_list or _alike(value, like):
+            if on_lists or _alike(value, like):
                 return local_of(value)
         raise _refusal(
             func,
@@ -242,7 +241,7 @@ def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         )
 
     sources: Any = like
-    if str(func).split(".")[1].startswith(_ON_LISTS):
+    if on_lists:
         _refuse_mixed_lists(func, args, like)
         sources = next(one for one in args if isinstance(one, list | tuple))
     results = func(*[local(one) for one in args], **{key: local(value) for key, value in kwargs.items()})
