@@ -115,7 +115,12 @@ def manage(roots: Sequence[nn.Module], ignored: set[nn.Parameter]) -> Managed:
     ties: dict[int, list[Slot]] = {}
     seen_buffers: set[int] = set()
     for name, module in _walk(roots):
-        _refuse_other_engine(name, module)
+        if (engine := stock_engine_of(module)) is not None:  # each would wait for gathers that the other never starts
+            where = f"module '{name}'" if name else f"this {type(module).__name__}"
+            raise ValueError(
+                f"torch's own {engine} has sharded {where}; one model has one engine. Call shardkit.core.install() "
+                "before the first module is sharded, or shard every module with shardkit.core.fully_shard"
+            )
         managed.modules.append(module)
         for attribute, parameter in module._parameters.items():
             if parameter is not None and parameter in ignored:
@@ -166,16 +171,6 @@ def _walk(roots: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
         yield name, module
         prefix = f"{name}." if name else ""
         following += [(prefix + child_name, child) for child_name, child in module.named_children()][::-1]
-
-
-def _refuse_other_engine(name: str, module: nn.Module) -> None:
-    """Two engines in one model would each wait for gathers and gradients that the other never starts."""
-    if (engine := stock_engine_of(module)) is not None:
-        where = f"module '{name}'" if name else f"this {type(module).__name__}"
-        raise ValueError(
-            f"torch's own {engine} has sharded {where}; one model has one engine. Call shardkit.core.install() before "
-            "the first module is sharded, or shard every module with shardkit.core.fully_shard"
-        )
 
 
 def _refuse_shared_with_replicated(roots: Sequence[nn.Module], managed: Mapping[int, ManagedParameter]) -> None:
