@@ -48,7 +48,8 @@ from shardkit.weights import Target, WeightReceiver, WeightSender
 SENDERS = 2
 WIRE = torch.bfloat16
 OURS = ("shared memory", "sockets", "in place", "1 % changed")
-"""Only the first shares memory."""
+SHARED = ("shared memory", "1 % changed")
+"""Those that share memory, if there is no link."""
 WAYS = (*OURS, "gather", "files")
 CPU = torch.device("cpu")
 
@@ -96,7 +97,7 @@ def run(rank: int, case: Case, results: Any) -> None:
     if case.sides is not None:
         case.sides[int(rank >= SENDERS)].enter()
     torch.set_num_threads(1)
-    os.environ["SHARDKIT_SHARED_MEMORY"] = "1" if case.way == "shared memory" else "0"
+    os.environ["SHARDKIT_SHARED_MEMORY"] = str(int(case.way in SHARED and case.sides is None))
     os.environ["SHARDKIT_WEIGHTS_SECRET"] = "of this run"
     store = dist.TCPStore(case.host, case.port, SENDERS + case.receivers, rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=SENDERS + case.receivers)

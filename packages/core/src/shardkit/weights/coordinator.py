@@ -217,9 +217,10 @@ class Coordinator:
         begin = {"op": "begin", "round": self._round, "version": version, "timeout": self._timeout}
         told: dict[_Receiver, Message] = {}
         for chain in _chains(taking):
+            one_host = len({one.place["host"] for one in chain}) == 1
             for before, one in zip([None, *chain], chain, strict=False):
                 layout = self._layouts[one.turn]
-                told[one] = {**begin, "before": before and before.place}
+                told[one] = {**begin, "before": before and before.place, "one_host": one_host}
                 told[one]["layout"] = None if one.layout is layout else layout
                 one.layout, one.taking = layout, True
         await self._answer(told)

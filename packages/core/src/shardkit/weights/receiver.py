@@ -57,6 +57,7 @@ class _Round:
 
     Attributes:
         before: the receiver from which this one gets all, if it is not from the senders.
+        one_host: whether all receivers of the chain are on one host.
         done: how many buckets of each sender are where they belong.
         changes: those that have come, by sender and number of the bucket, for the receiver after this one.
         left: whether one was left from which bytes were to come; it may still write where they were to go.
@@ -66,6 +67,7 @@ class _Round:
     version: int
     layout: _Layout
     before: Message | None
+    one_host: bool
     problem: str = ""
     left: bool = False
     done: Counter[int] = field(default_factory=Counter)
@@ -289,7 +291,7 @@ class WeightReceiver(Peer):
             layout.staging = Staging(sizes)
         self._patience = min(self._timeout, begin["timeout"])
         self._begun = int(begin["round"])
-        found = _Round(self._begun, int(begin["version"]), layout, before)
+        found = _Round(self._begun, int(begin["version"]), layout, before, bool(begin["one_host"]))
         self._close_inlets({before["id"]} if before else {place["id"] for place, _ in layout.senders.values()})
         found.pulls = [asyncio.create_task(self._pull(found, rank)) for rank, runs in layout.runs.items() if runs]
         for task in found.pulls:
@@ -353,8 +355,8 @@ class WeightReceiver(Peer):
         """Writes bucket after bucket to where it belongs. Meanwhile those of other senders come."""
         layout, first = found.layout, found.done[rank]
         segment = layout.staging.place(rank) if layout.staging is not None else None
-        ask = {"round": found.number, "version": found.version, "first": first, "base": base, "segment": segment}
-        await inlet.connection.send(ask)
+        ask = {"round": found.number, "version": found.version, "first": first, "base": base}
+        await inlet.connection.send({**ask, "segment": segment, "one_host": found.one_host})
         for number in range(first, len(layout.runs[rank])):
             message = await inlet.connection.receive()
             offset, nbytes, pieces = layout.runs[rank][number]

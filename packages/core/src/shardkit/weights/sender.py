@@ -79,7 +79,8 @@ class WeightSender(Peer):
             by the names that they have without. Only the factors are gathered, when `send` is called.
         receivers: how many receivers must have joined before the first version is sent.
         delta: send only the elements that have changed since the version before, with a checksum, to receivers that
-            have it; to others, and to those that receive in place, the whole. The result is the same to the last bit.
+            have it; to others, to those that receive in place, and through shared memory, where that is faster, the
+            whole. The result is the same to the last bit.
         timeout: seconds to wait for a peer: for the other ranks to call `send`, for receivers to call `receive`, and
             for the next bytes of a transfer to move.
         bucket: bytes that are packed and sent at a time.
@@ -120,6 +121,7 @@ class WeightSender(Peer):
         self._last: Sending | None = None
         self._copies: Source = {}  # of `async_op` or `delta`, whose memory serves again
         self._round = 0  # in which they were sent; 0: in none
+        self._compares = False  # whether a receiver of them can use changes
         self._background = ThreadPoolExecutor(1, "shardkit weights")
         if self.rank == 0:
             try:
@@ -159,7 +161,8 @@ class WeightSender(Peer):
         offered = _Version(version, source, self._round)
         self._round = 0
         if async_op or self._delta:
-            changed = offered.changed if self._delta else None
+            changed = offered.changed if self._delta and self._compares else None
+            self._compares = False
             offered.source = self._copies = _snapshot(held, source, self._copies, changed)
         if not async_op:
             return self._send(offered, held)
@@ -237,8 +240,12 @@ class WeightSender(Peer):
                 if version is None or version.number != ask["version"] or ask["round"] <= version.base:
                     return  # of a round that is over
                 version.outlets[outlet] = outlet.nbytes
-                self._round = ask["round"]
-                packed = partial(self._packed, outlet, runs, ask["base"], version)
+                self._round, base = ask["round"], ask["base"]
+                if outlet.segment is not None and ask["one_host"]:
+                    base = None  # changes save no bytes of a network, and are slower to find than all is to copy
+                else:
+                    self._compares = True
+                packed = partial(self._packed, outlet, runs, base, version)
                 numbers = range(int(ask["first"]), len(runs))
                 await outlet.send(numbers, self._free, self._ready, partial(asyncio.to_thread, packed))
 
