@@ -6,11 +6,13 @@ import signal
 import threading
 import time
 from concurrent.futures import CancelledError, ThreadPoolExecutor
+from typing import NamedTuple
 
 import pytest
 import torch
 
 from shardkit.weights import WeightReceiver, WeightSender, targets_of
+from shardkit.weights.shared import SharedStaging
 from tests.weights.processes import TIMEOUT, Other, free_address
 
 
@@ -64,9 +66,9 @@ def receive_all(pipe, address, in_place, timeout):
 class Watched:
     """A receiver in this process, with a thread that receives until version 3; `seen` has what was visible."""
 
-    def __init__(self, address: str, name: str, in_place: bool = False) -> None:
+    def __init__(self, address: str, name: str, in_place: bool = False, timeout: float = TIMEOUT) -> None:
         self.values = state(0)
-        self.receiver = WeightReceiver(address, targets_of(self.values), in_place=in_place, timeout=TIMEOUT, name=name)
+        self.receiver = WeightReceiver(address, targets_of(self.values), in_place=in_place, timeout=timeout, name=name)
         self.seen: list[int] = []
 
     def until(self, last: int) -> None:
@@ -288,6 +290,55 @@ def test_a_receiver_that_gives_up_passes_on_nothing_more():
         go[1].set()
         last.result(TIMEOUT)
         assert all(each.result(TIMEOUT).receivers == ("1",) for each in sending)
+
+
+def pass_on_late(pipe, address):
+    """A receiver that hands its first bucket on when it is told to, as after a stop; the next ones at once."""
+    place = SharedStaging.part
+    late = [True]
+
+    class Late(NamedTuple):
+        memory: torch.Tensor
+
+        def copy_(self, data):
+            data = data.clone()
+            pipe.send("late")
+            pipe.recv()
+            self.memory.copy_(data)
+            pipe.send("written")
+
+    SharedStaging.part = lambda *args: Late(place(*args)) if late and late.pop() else place(*args)
+    with WeightReceiver(address, targets_of(state(0)), timeout=TIMEOUT, name="late") as one:
+        while True:
+            one.receive()
+
+
+def test_a_receiver_that_hands_on_late_does_not_write_into_a_later_version(monkeypatch):
+    """It writes when the receiver after it has all of the second version, and has not taken it yet."""
+    monkeypatch.setenv("SHARDKIT_SHARED_MEMORY", "1")
+    address, values = free_address(), state(1)
+    with contextlib.ExitStack() as stack:
+        one = stack.enter_context(WeightSender(values, address, receivers=2, delta=True, timeout=TIMEOUT, bucket=256))
+        before = stack.enter_context(Other(pass_on_late, address))
+        wait_for(lambda: one._coordinator._receivers)
+        there = Watched(address, "there", timeout=3)
+        stack.callback(there.receiver.close)
+        wait_for(lambda: len(one._coordinator._receivers) == 2)
+        write = there.receiver._write
+
+        def write_after_it(taken):
+            before.pipe.send("go")
+            assert before.says() == "written"
+            write(taken)
+
+        for version in (1, 2):
+            set_to(values, version)
+            sending = one.send(version, async_op=True)
+            if version == 2:
+                assert before.says() == "late"
+                there.receiver._write = write_after_it
+            there.until(version)
+            assert set(sending.wait().receivers) == {"late", "there"}
 
 
 def test_an_interrupt_leaves_the_receiver_as_it_was():
