@@ -192,6 +192,7 @@ def test_wants_that_nobody_has_are_refused_on_both_sides():
             with pytest.raises(ValueError, match=reason):
                 receiver.receive()
             assert reason in sending.wait().failed["bad"]
+            assert sender.send(2).failed == {}  # it is not waited for
 
 
 class Adapted(nn.Module):

@@ -233,6 +233,7 @@ class WeightReceiver(Peer):
                 case "begin":
                     return answer
                 case "refused":
+                    self._leave()  # or senders would wait for the next call
                     raise ValueError(str(answer["reason"]))
                 case "bye":
                     self._closed = True
