@@ -279,3 +279,19 @@ def test_a_frozen_root_stays_for_a_graph_that_no_output_shows(rank: int, world_s
         GLOBALLY_KEPT.pop().backward()
         gradients.append(prompt.grad)
     torch.testing.assert_close(*gradients)
+
+
+@on_ranks(2)
+def test_a_kept_half_that_is_changed_in_place(rank: int, world_size: int) -> None:
+    """Autograd cannot be asked about it any more, and nobody does; `hidden` trains on."""
+
+    def keep(block: Any, hidden: Tensor, aux: Tensor) -> Tensor:
+        block.half = hidden.split(WIDTH // 2, dim=1)[0]
+        return hidden
+
+    def build() -> nn.Module:
+        return Composed(lambda whole, x: whole.inner(x).mul_(torch.arange(WIDTH) != 0), inner=_block(keep))
+
+    twins = Twins.of(rank, world_size, build, fully_shard)
+    for _ in range(2):
+        twins.step(lambda model, of: model(batch(of, 4, WIDTH)).square().mean())

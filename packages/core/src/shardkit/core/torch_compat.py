@@ -256,7 +256,10 @@ next_autograd_node: Callable[[], int] = torch.autograd._get_sequence_nr  # type:
 
 def made_since(tensor: torch.Tensor, number: int) -> bool:
     """Whether the autograd node of `tensor` was made when `next_autograd_node` was `number`, or later."""
-    node = tensor.grad_fn
+    try:
+        node = tensor.grad_fn
+    except RuntimeError:  # a view of several, whose base was written to in place: autograd cannot use it either
+        return False
     return node is not None and int(node._sequence_nr()) >= number
 
 
@@ -463,7 +466,7 @@ def is_leaf_or_view(tensor: torch.Tensor) -> bool:
     """Whether a tensor with memory of its own can share it with another, earlier tensor."""
     if wraps_tensors(tensor) or tensor.layout is not torch.strided:
         return False
-    return tensor.is_leaf or tensor._base is not None
+    return tensor._base is not None or tensor.is_leaf  # in this order: `made_since` says which views have no answer
 
 
 def version_of(tensor: torch.Tensor) -> int:
