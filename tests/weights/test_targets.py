@@ -128,6 +128,7 @@ def test_names_are_renamed_or_left_out():
         (lambda _: targets_for(Engine(), {"embed.*": Cut(0, size=20)}, tp_size=2), "8 of 20 rows .* do not cover"),
         (lambda _: targets_for(Engine(), {"norm.weight": Stack(Part("a", 3))}), "have 3 rows on this rank, expected 4"),
         (lambda _: targets_for(Engine(), {"norm.weight": Stack(Part("a", 3))}, tp_size=2), "does not divide among 2"),
+        (lambda _: targets_for(Engine(), {"norm.*": Stack(Part("a", 4, copies=2))}, tp_size=3), "2 copies .* among 3"),
     ],
 )
 def test_what_does_not_fit_is_refused(make, words):

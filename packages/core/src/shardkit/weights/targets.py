@@ -222,7 +222,7 @@ def _stacked(rule: Stack, name: str, tensor: torch.Tensor, rank: int, size: int)
     offset = 0
     for part in rule.parts:
         groups = size // part.copies
-        if not groups or part.size % groups:
+        if size % part.copies or part.size % groups:
             raise ValueError(
                 f"{name}: part {part.name} of {part.size} rows, {part.copies} copies of each, does not divide among "
                 f"{size} ranks; correct its size or its copies"
