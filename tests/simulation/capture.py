@@ -228,7 +228,11 @@ NOT_CAPTURED = {
     "CPU offload, accumulation": _ON_THE_HOST,
     "CPU offload, gradients add up": _ON_THE_HOST,
     "CPU offload, not pinned": _ON_THE_HOST,
-    "HSDP, cast between micro-batches": "freed, and replays use it",  # the shards that are cast
+    "CPU offload of the largest, bf16": _ON_THE_HOST,
+    "overlapped steps, CPU offload": _ON_THE_HOST,
+    "overlapped steps, CPU offload, bf16, accumulation": _ON_THE_HOST,
+    "overlapped steps, CPU offload of the largest, bf16": _ON_THE_HOST,
+    "steps in backward, CPU offload": _ON_THE_HOST,
     "optimizer on another stream": "waits for an event from outside of the graph",  # of the step before
 }
 """Configurations that cannot be captured as they are, with the finding that says why."""
