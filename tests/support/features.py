@@ -18,20 +18,14 @@ from tests.support.comms import CountingAllGather, RankOrderReduceScatter
 from tests.support.meshes import rank_mesh
 from tests.support.models import ModelSpec
 from tests.support.schedules import Run
+from tests.support.sharding import shard_each
 
 _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
 
 Options = Callable[[Any, nn.Module, int], dict[str, Any]]
 Apply = Callable[[nn.Module, Any, ModelSpec, dict[str, Any]], None]
 Prepare = Callable[[nn.Module, Any, ModelSpec], None]
-
-
-def _no_options(api: Any, model: nn.Module, world_size: int) -> dict[str, Any]:
-    return {}
-
-
-def _no_preparation(model: nn.Module, api: Any, spec: ModelSpec) -> None:
-    pass
+Schedule = Callable[[Run, int], None]
 
 
 @dataclass(frozen=True)
@@ -44,92 +38,66 @@ class Feature:
     soon stale, when the optimizer steps.
     """
 
-    slots: frozenset[str]
-    options: Options = _no_options
+    slots: str
+    options: Options = lambda api, model, world_size: {}
     apply: Apply | None = None
-    prepare: Prepare = _no_preparation
-    schedule: Callable[[Run, int], None] | None = None
-    world_sizes: frozenset[int] = frozenset({1, 2, 3, 4})
-    models: frozenset[str] = frozenset()
+    prepare: Prepare = lambda model, api, spec: None
+    schedule: Schedule | None = None
+    world_sizes: tuple[int, ...] = (1, 2, 3, 4)
+    models: tuple[str, ...] = ()
     low_precision: bool = False
     owns_reduction: bool = False
     reshard_before_update: bool = False
 
 
-def _reshard(value: bool | int | None) -> Feature:
-    def options(api: Any, model: nn.Module, world_size: int) -> dict[str, Any]:
-        return {"reshard_after_forward": value}
-
-    if type(value) is not int:
-        return Feature(frozenset({"reshard_after_forward"}), options)
-    # Stock fails on parameters that are sharded on another dim than 0.
-    return Feature(frozenset({"reshard_after_forward", "shard_placement_fn"}), options, world_sizes=frozenset({4}))
+# -- arguments ---------------------------------------------------------------------------------------------------------
 
 
-def _precision(schedule: Callable[[Run, int], None] | None = None, **fields: Any) -> Feature:
-    def options(api: Any, model: nn.Module, world_size: int) -> dict[str, Any]:
-        return {"mp_policy": api.MixedPrecisionPolicy(**fields)}
-
-    slots = frozenset({"mp_policy"} | ({"schedule"} if schedule else set()))
-    models = frozenset({"mlp"}) if schedule else frozenset()
+def _precision(schedule: Schedule | None = None, **fields: Any) -> Feature:
+    options: Options = lambda api, model, world_size: {"mp_policy": api.MixedPrecisionPolicy(**fields)}  # noqa: E731
+    slots, models = ("mp_policy schedule", ("mlp",)) if schedule else ("mp_policy", ())
     return Feature(slots, options, schedule=schedule, models=models, low_precision=True)
 
 
-def _mesh(replicate: int, worlds: Iterable[int]) -> Feature:
-    def options(api: Any, model: nn.Module, world_size: int) -> dict[str, Any]:
-        return {"mesh": rank_mesh((replicate, world_size // replicate), ("replicate", "shard"))}
-
-    return Feature(frozenset({"mesh"}), options, world_sizes=frozenset(worlds))
+def _replicas(replicate: int, world_size: int) -> dict[str, Any]:
+    return {"mesh": rank_mesh((replicate, world_size // replicate), ("replicate", "shard"))}
 
 
-def _replicate_everywhere(api: Any, model: nn.Module, world_size: int) -> dict[str, Any]:
-    return {"mesh": rank_mesh((world_size, 1), ("replicate", "shard"))}
-
-
-def _named_mesh(api: Any, model: nn.Module, world_size: int) -> dict[str, Any]:
-    return {"mesh": rank_mesh((world_size,), ("dp",))}
-
-
-def _offload(api: Any, model: nn.Module, world_size: int) -> dict[str, Any]:
-    return {"offload_policy": api.CPUOffloadPolicy(pin_memory=torch.cuda.is_available())}
-
-
-def _dim_1(api: Any, model: nn.Module, world_size: int) -> dict[str, Any]:
-    return {"shard_placement_fn": _largest_dim_1}
-
-
-def _largest_dim_1(parameter: nn.Parameter) -> Shard | None:
+def _dim_1(parameter: nn.Parameter) -> Shard | None:
     return Shard(1) if parameter.ndim > 1 else None
 
 
-def _ignored(api: Any, model: nn.Module, world_size: int) -> dict[str, Any]:
-    return {"ignored_params": {p for name, p in model.named_parameters() if name.endswith("up.bias")}}
+# -- ways to apply it --------------------------------------------------------------------------------------------------
 
 
 def _grouped(model: nn.Module, api: Any, spec: ModelSpec, options: dict[str, Any]) -> None:
     first, second, *others = spec.blocks(model)
-    api.fully_shard([first, second], **options)
-    for block in others:
-        api.fully_shard(block, **options)
-    api.fully_shard(model, **options)
-
-
-def _root_only(model: nn.Module, api: Any, spec: ModelSpec, options: dict[str, Any]) -> None:
-    api.fully_shard(model, **options)
-
-
-def _blocks_only(model: nn.Module, api: Any, spec: ModelSpec, options: dict[str, Any]) -> None:
-    """The root has no parameters of its own to shard: all of its children are sharded first."""
-    for block in (*spec.blocks(model), model.inp, model.out):
-        api.fully_shard(block, **options)
-    api.fully_shard(model, **options)
+    shard_each([first, second], *others, model, api=api, **options)
 
 
 def _output_in_float32(model: nn.Module, api: Any, spec: ModelSpec, options: dict[str, Any]) -> None:
     """Compute in bfloat16 and return float32: only the root casts its output, as blocks feed bfloat16 parameters."""
-    for block in spec.blocks(model):
-        api.fully_shard(block, mp_policy=api.MixedPrecisionPolicy(_BF16, _FP32), **options)
+    shard_each(*spec.blocks(model), api=api, mp_policy=api.MixedPrecisionPolicy(_BF16, _FP32), **options)
     api.fully_shard(model, mp_policy=api.MixedPrecisionPolicy(_BF16, _FP32, output_dtype=_FP32), **options)
+
+
+# -- calls on the sharded model ----------------------------------------------------------------------------------------
+
+
+def _on_root(method: str, *args: Any) -> Prepare:
+    return lambda model, api, spec: getattr(model, method)(*args)
+
+
+def _on_each(method: str, *args: Any) -> Prepare:
+    def prepare(model: nn.Module, api: Any, spec: ModelSpec) -> None:
+        for module in _sharded(model, api):
+            getattr(module, method)(*args)
+
+    return prepare
+
+
+def _sharded(model: nn.Module, api: Any) -> list[Any]:
+    return [module for module in model.modules() if isinstance(module, api.FSDPModule)]
 
 
 def _prefetch(model: nn.Module, api: Any, spec: ModelSpec) -> None:
@@ -148,16 +116,7 @@ def _divide_factor(factor: float) -> Feature:
             module.set_gradient_divide_factor(factor)
 
     # On one rank stock divides by the factor twice when told to force sums.
-    return Feature(frozenset({"reduction"}), prepare=prepare, world_sizes=frozenset({2, 3, 4}))
-
-
-def _force_sum(model: nn.Module, api: Any, spec: ModelSpec) -> None:
-    for module in _sharded(model, api):
-        module.set_force_sum_reduction_for_comms(True)
-
-
-def _sharded(model: nn.Module, api: Any) -> list[Any]:
-    return [module for module in model.modules() if isinstance(module, api.FSDPModule)]
+    return Feature("reduction", prepare=prepare, world_sizes=(2, 3, 4))
 
 
 def _custom_comms(model: nn.Module, api: Any, spec: ModelSpec) -> None:
@@ -166,37 +125,14 @@ def _custom_comms(model: nn.Module, api: Any, spec: ModelSpec) -> None:
         module.set_custom_reduce_scatter(RankOrderReduceScatter())
 
 
-def _keep_after_backward(model: nn.Module, api: Any, spec: ModelSpec) -> None:
-    model.set_reshard_after_backward(False)
-
-
 def _keep_after_forward_later(model: nn.Module, api: Any, spec: ModelSpec) -> None:
     model.set_reshard_after_forward(False)
     spec.blocks(model)[-1].set_reshard_after_forward(True, recurse=False)
 
 
-def _reduce_unused(model: nn.Module, api: Any, spec: ModelSpec) -> None:
-    model.set_reduce_scatter_unused_params(True)
-
-
-def _unshard_async_op(model: nn.Module, api: Any, spec: ModelSpec) -> None:
-    for module in _sharded(model, api):
-        module._set_unshard_async_op(True)
-
-
 def _no_unshard_in_backward(model: nn.Module, api: Any, spec: ModelSpec) -> None:
     model.set_reshard_after_forward(False)
-    for module in _sharded(model, api):
-        module.set_unshard_in_backward(False)
-
-
-def _all_reduce_hook(model: nn.Module, api: Any, spec: ModelSpec) -> None:
-    for module in _sharded(model, api):
-        module.set_all_reduce_hook(_halve)
-
-
-def _halve(reduced: torch.Tensor) -> None:
-    reduced.mul_(0.5)
+    _on_each("set_unshard_in_backward", False)(model, api, spec)
 
 
 def _reduction_tuning(model: nn.Module, api: Any, spec: ModelSpec) -> None:
@@ -204,70 +140,85 @@ def _reduction_tuning(model: nn.Module, api: Any, spec: ModelSpec) -> None:
     model.set_reduce_scatter_max_input_buffers(2)
 
 
-def _share_comm_ctx(model: nn.Module, api: Any, spec: ModelSpec) -> None:
-    api.share_comm_ctx(_sharded(model, api))
+def _scheduled(schedule: Schedule, slots: str = "schedule", **fields: Any) -> Feature:
+    return Feature(slots, schedule=schedule, **fields)
 
-
-def _scheduled(schedule: Callable[[Run, int], None], *extra_slots: str, **fields: Any) -> Feature:
-    return Feature(frozenset({"schedule", *extra_slots}), schedule=schedule, **fields)
-
-
-_MLP = frozenset({"mlp"})
 
 FEATURES: dict[str, Feature] = {
     # arguments
-    "reshard": _reshard(True),
-    "no_reshard": _reshard(False),
-    "reshard_default": _reshard(None),
-    "reshard_to_2": _reshard(2),
+    "reshard": Feature("reshard_after_forward", lambda *_: {"reshard_after_forward": True}),
+    "no_reshard": Feature("reshard_after_forward", lambda *_: {"reshard_after_forward": False}),
+    "reshard_default": Feature("reshard_after_forward", lambda *_: {"reshard_after_forward": None}),
+    # Stock fails on parameters that are sharded on another dim than 0.
+    "reshard_to_2": Feature(
+        "reshard_after_forward shard_placement_fn", lambda *_: {"reshard_after_forward": 2}, world_sizes=(4,)
+    ),
     "bfloat16": _precision(param_dtype=_BF16),
     "bfloat16_reduce_float32": _precision(param_dtype=_BF16, reduce_dtype=_FP32),
     "reduce_bfloat16": _precision(reduce_dtype=_BF16),
     "float16": _precision(param_dtype=_FP16),
-    "output_float32": Feature(frozenset({"mp_policy", "apply"}), apply=_output_in_float32, low_precision=True),
+    "output_float32": Feature("mp_policy apply", apply=_output_in_float32, low_precision=True),
     "inputs_not_cast": _precision(schedules.inputs_in_bfloat16, param_dtype=_BF16, cast_forward_inputs=False),
-    "offload": Feature(frozenset({"offload_policy"}), _offload),
-    "hsdp_2": _mesh(2, {4}),
-    "hsdp_1": _mesh(1, {2, 3, 4}),
+    "offload": Feature(
+        "offload_policy",
+        lambda api, model, size: {"offload_policy": api.CPUOffloadPolicy(pin_memory=torch.cuda.is_available())},
+    ),
+    "hsdp_2": Feature("mesh", lambda api, model, size: _replicas(2, size), world_sizes=(4,)),
+    "hsdp_1": Feature("mesh", lambda api, model, size: _replicas(1, size), world_sizes=(2, 3, 4)),
     # Without a shard group, too, stock divides by a factor twice.
-    "replicate_only": Feature(frozenset({"mesh", "reduction"}), _replicate_everywhere, world_sizes=frozenset({2})),
-    "named_mesh": Feature(frozenset({"mesh"}), _named_mesh),
-    "dim_1": Feature(frozenset({"shard_placement_fn"}), _dim_1, models=frozenset({"transformer"})),
+    "replicate_only": Feature("mesh reduction", lambda api, model, size: _replicas(size, size), world_sizes=(2,)),
+    "named_mesh": Feature("mesh", lambda api, model, size: {"mesh": rank_mesh((size,), ("dp",))}),
+    "dim_1": Feature("shard_placement_fn", lambda *_: {"shard_placement_fn": _dim_1}, models=("transformer",)),
     # An ignored parameter keeps its dtype, so the model would have to cast for it.
-    "ignored": Feature(frozenset({"ignored_params", "mp_policy"}), _ignored, models=_MLP),
+    "ignored": Feature(
+        "ignored_params mp_policy",
+        lambda api, model, size: {
+            "ignored_params": {p for name, p in model.named_parameters() if name.endswith("up.bias")}
+        },
+        models=("mlp",),
+    ),
     # ways to apply it
-    "grouped": Feature(frozenset({"apply"}), apply=_grouped),
-    "root_only": Feature(frozenset({"apply"}), apply=_root_only),
-    "empty_root": Feature(frozenset({"apply"}), apply=_blocks_only, models=_MLP),
+    "grouped": Feature("apply", apply=_grouped),
+    "root_only": Feature("apply", apply=lambda model, api, spec, options: api.fully_shard(model, **options)),
+    # The root has no parameters of its own to shard: all of its children are sharded first.
+    "empty_root": Feature(
+        "apply",
+        apply=lambda model, api, spec, options: shard_each(
+            *spec.blocks(model), model.inp, model.out, model, api=api, **options
+        ),
+        models=("mlp",),
+    ),
     # calls on the sharded model
-    "prefetch": Feature(frozenset({"prefetch", "apply"}), prepare=_prefetch),
+    "prefetch": Feature("prefetch apply", prepare=_prefetch),
     "divide_by_3": _divide_factor(3.0),
     "divide_by_8": _divide_factor(8.0),
-    "force_sum": Feature(frozenset({"reduction"}), prepare=_force_sum),
-    "custom_comms": Feature(frozenset({"custom"}), prepare=_custom_comms, owns_reduction=True),
-    "keep_after_backward": Feature(frozenset({"keep"}), prepare=_keep_after_backward, reshard_before_update=True),
-    "keep_after_forward": Feature(frozenset({"reshard_after_forward", "apply"}), prepare=_keep_after_forward_later),
-    "reduce_unused": Feature(frozenset({"unused"}), prepare=_reduce_unused),
-    "unshard_async_op": Feature(frozenset({"unshard"}), prepare=_unshard_async_op),
-    "no_unshard_in_backward": Feature(frozenset({"reshard_after_forward"}), prepare=_no_unshard_in_backward),
-    "all_reduce_hook": Feature(frozenset({"hook"}), prepare=_all_reduce_hook),
-    "reduction_tuning": Feature(frozenset({"tuning"}), prepare=_reduction_tuning),
-    "share_comm_ctx": Feature(frozenset({"share"}), prepare=_share_comm_ctx),
+    "force_sum": Feature("reduction", prepare=_on_each("set_force_sum_reduction_for_comms", True)),
+    "custom_comms": Feature("custom", prepare=_custom_comms, owns_reduction=True),
+    "keep_after_backward": Feature(
+        "keep", prepare=_on_root("set_reshard_after_backward", False), reshard_before_update=True
+    ),
+    "keep_after_forward": Feature("reshard_after_forward apply", prepare=_keep_after_forward_later),
+    "reduce_unused": Feature("unused", prepare=_on_root("set_reduce_scatter_unused_params", True)),
+    "unshard_async_op": Feature("unshard", prepare=_on_each("_set_unshard_async_op", True)),
+    "no_unshard_in_backward": Feature("reshard_after_forward", prepare=_no_unshard_in_backward),
+    "all_reduce_hook": Feature("hook", prepare=_on_each("set_all_reduce_hook", lambda reduced: reduced.mul_(0.5))),
+    "reduction_tuning": Feature("tuning", prepare=_reduction_tuning),
+    "share_comm_ctx": Feature("share", prepare=lambda model, api, spec: api.share_comm_ctx(_sharded(model, api))),
     # kinds of training step
     "accumulate": _scheduled(schedules.accumulate_with_sync),
     "accumulate_no_sync": _scheduled(schedules.accumulate_without_sync),
     "accumulate_mixed": _scheduled(schedules.accumulate_then_sync_again),
     "accumulate_no_all_reduce": _scheduled(schedules.accumulate_without_all_reduce),
-    "accumulate_one_block": _scheduled(schedules.accumulate_one_block_without_sync, "apply"),
+    "accumulate_one_block": _scheduled(schedules.accumulate_one_block_without_sync, "schedule apply"),
     "forwards_backward": _scheduled(schedules.several_forwards_one_backward),
     "forwards_backwards": _scheduled(schedules.several_forwards_then_backwards),
-    "one_f_one_b": _scheduled(schedules.one_forward_one_backward, "keep"),
+    "one_f_one_b": _scheduled(schedules.one_forward_one_backward, "schedule keep"),
     "retained_graph": _scheduled(schedules.retained_graph),
     "evaluation": _scheduled(schedules.evaluation_between),
     "dropped_forward": _scheduled(schedules.forward_that_is_dropped),
     "explicit_unshard": _scheduled(schedules.explicit_unshard),
-    "forward_method": _scheduled(schedules.another_method, models=_MLP),
-    "optimizer_in_backward": _scheduled(schedules.optimizer_in_backward, "keep"),
+    "forward_method": _scheduled(schedules.another_method, models=("mlp",)),
+    "optimizer_in_backward": _scheduled(schedules.optimizer_in_backward, "schedule keep"),
     "clipped": _scheduled(schedules.clipped),
     "grad_scaler": _scheduled(schedules.grad_scaler),
     "gradients_kept": _scheduled(schedules.gradients_kept),
@@ -277,16 +228,17 @@ FEATURES: dict[str, Feature] = {
 
 def model_for(names: Iterable[str], preferred: str = "mlp") -> str | None:
     """Return a model that all named features are for: the preferred one if possible, None if there is none."""
-    limits = [FEATURES[name].models for name in names if FEATURES[name].models]
+    limits = [set(FEATURES[name].models) for name in names if FEATURES[name].models]
     if not limits:
         return preferred
-    common = frozenset.intersection(*limits)
+    common = set.intersection(*limits)
     return preferred if preferred in common else min(common, default=None)
 
 
 def can_pair(first: str, second: str) -> bool:
     """Tell whether two features occupy different slots and there is a model for both."""
-    return not FEATURES[first].slots & FEATURES[second].slots and model_for((first, second)) is not None
+    shared = set(FEATURES[first].slots.split()) & set(FEATURES[second].slots.split())
+    return not shared and model_for((first, second)) is not None
 
 
 def runs_on(names: Iterable[str], world_size: int) -> bool:

@@ -188,16 +188,8 @@ def partly_frozen() -> nn.Module:
     return model
 
 
-def _features(generator: torch.Generator, width: int) -> tuple[Tensor, ...]:
-    return (torch.randn(BATCH, width, generator=generator),)
-
-
-def _five(generator: torch.Generator) -> tuple[Tensor, ...]:
-    return _features(generator, 5)
-
-
-def _seven(generator: torch.Generator) -> tuple[Tensor, ...]:
-    return _features(generator, 7)
+def _features(width: int) -> Callable[[torch.Generator], tuple[Tensor, ...]]:
+    return lambda generator: (torch.randn(BATCH, width, generator=generator),)
 
 
 def _tokens(generator: torch.Generator) -> tuple[Tensor, ...]:
@@ -220,44 +212,26 @@ def _cross_entropy(output: object) -> Tensor:
     return F.cross_entropy(flat, torch.arange(len(flat), device=flat.device) % VOCABULARY)
 
 
-def _blocks(model: nn.Module) -> list[nn.Module]:
-    return list(model.blocks)
+def _mlp(build: Callable[[], nn.Module]) -> ModelSpec:
+    return ModelSpec(build, _features(5), _mean_square, lambda model: list(model.blocks))
 
 
-def _layers(model: nn.Module) -> list[nn.Module]:
-    return list(model.layers)
-
-
-def _layers_and_parts(model: nn.Module) -> list[nn.Module]:
-    return [part for layer in model.layers for part in (layer.attention, layer.mlp, layer)]
-
-
-def _branches(model: nn.Module) -> list[nn.Module]:
-    return list(model.branches)
-
-
-def _reentrant() -> nn.Module:
-    return MLP(reentrant=True)
-
-
-def _non_reentrant() -> nn.Module:
-    return MLP(reentrant=False)
-
-
-def _repeated() -> nn.Module:
-    return MLP(repeats=2)
+def _transformer(blocks: Callable[[Any], list[nn.Module]]) -> ModelSpec:
+    return ModelSpec(Transformer, _tokens, _cross_entropy, blocks)
 
 
 MODELS = {
-    "mlp": ModelSpec(MLP, _five, _mean_square, _blocks),
-    "transformer": ModelSpec(Transformer, _tokens, _cross_entropy, _layers),
-    "transformer_nested": ModelSpec(Transformer, _tokens, _cross_entropy, _layers_and_parts),
-    "frozen": ModelSpec(partly_frozen, _five, _mean_square, _blocks),
-    "mixed_dtypes": ModelSpec(MixedDtypes, _five, _mean_square, _blocks),
-    "nested_outputs": ModelSpec(Nested, _seven, _mean_square_of_value, _branches),
-    "checkpoint_reentrant": ModelSpec(_reentrant, _five, _mean_square, _blocks),
-    "checkpoint_non_reentrant": ModelSpec(_non_reentrant, _five, _mean_square, _blocks),
-    "repeated_forward": ModelSpec(_repeated, _five, _mean_square, _blocks),
+    "mlp": _mlp(MLP),
+    "transformer": _transformer(lambda model: list(model.layers)),
+    "transformer_nested": _transformer(
+        lambda model: [part for layer in model.layers for part in (layer.attention, layer.mlp, layer)]
+    ),
+    "frozen": _mlp(partly_frozen),
+    "mixed_dtypes": _mlp(MixedDtypes),
+    "nested_outputs": ModelSpec(Nested, _features(7), _mean_square_of_value, lambda model: list(model.branches)),
+    "checkpoint_reentrant": _mlp(lambda: MLP(reentrant=True)),
+    "checkpoint_non_reentrant": _mlp(lambda: MLP(reentrant=False)),
+    "repeated_forward": _mlp(lambda: MLP(repeats=2)),
 }
 
 

@@ -3,6 +3,7 @@
 A schedule is a function of a :class:`Run` and the step's number. It adds its observations to the trace.
 """
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -52,6 +53,11 @@ class Run:
         """Record gradients after a backward; whole ones as well in the step that gathers."""
         self.trace.add_gradients(f"step {step} {where}", self.model, full=step == self.gathered_step)
 
+    def micro_batch(self, step: int, micro: int) -> None:
+        """Forward and backward of one of several micro-batches."""
+        self.loss(step, micro).backward()
+        self.record_gradients(step, f"after micro-batch {micro}")
+
     def update(self) -> None:
         """Step the optimizer and drop the gradients."""
         if self.reshard_before_update:
@@ -69,16 +75,14 @@ def plain(run: Run, step: int) -> None:
 
 def accumulate_with_sync(run: Run, step: int) -> None:
     for micro in range(3):
-        run.loss(step, micro).backward()
-        run.record_gradients(step, f"after micro-batch {micro}")
+        run.micro_batch(step, micro)
     run.update()
 
 
 def accumulate_without_sync(run: Run, step: int) -> None:
     for micro in range(3):
         run.model.set_requires_gradient_sync(micro == 2)
-        run.loss(step, micro).backward()
-        run.record_gradients(step, f"after micro-batch {micro}")
+        run.micro_batch(step, micro)
     run.update()
 
 
@@ -86,16 +90,14 @@ def accumulate_then_sync_again(run: Run, step: int) -> None:
     """Sync, no sync, sync: an existing sharded gradient meets an unsharded one."""
     for micro, synced in enumerate((True, False, True)):
         run.model.set_requires_gradient_sync(synced)
-        run.loss(step, micro).backward()
-        run.record_gradients(step, f"after micro-batch {micro}")
+        run.micro_batch(step, micro)
     run.update()
 
 
 def accumulate_without_all_reduce(run: Run, step: int) -> None:
     for micro in range(3):
         run.model.set_requires_all_reduce(micro == 2)
-        run.loss(step, micro).backward()
-        run.record_gradients(step, f"after micro-batch {micro}")
+        run.micro_batch(step, micro)
     run.update()
 
 
@@ -104,8 +106,7 @@ def accumulate_one_block_without_sync(run: Run, step: int) -> None:
     block = run.spec.blocks(run.model)[0]
     for micro in range(2):
         block.set_requires_gradient_sync(micro == 1, recurse=False)
-        run.loss(step, micro).backward()
-        run.record_gradients(step, f"after micro-batch {micro}")
+        run.micro_batch(step, micro)
     run.update()
 
 
@@ -125,25 +126,15 @@ def several_forwards_then_backwards(run: Run, step: int) -> None:
 
 def one_forward_one_backward(run: Run, step: int) -> None:
     """A 1F1B pipeline stage: parameters stay unsharded and gradients unreduced until the last backward."""
-    losses: dict[int, Tensor] = {}
-
-    def forward(micro: int) -> None:
-        losses[micro] = run.loss(step, micro)
-
-    def backward(micro: int, last: bool = False) -> None:
+    losses = [run.loss(step, 0)]
+    for micro in (1, 2, 3, None):
+        if micro is not None:
+            losses.append(run.loss(step, micro))
+        last = micro is None
         run.model.set_is_last_backward(last)
         run.model.set_reshard_after_backward(last)
         run.model.set_requires_gradient_sync(last)
-        losses.pop(micro).backward()
-
-    forward(0)
-    forward(1)
-    backward(0)
-    forward(2)
-    backward(1)
-    forward(3)
-    backward(2)
-    backward(3, last=True)
+        losses.pop(0).backward()
     run.record_gradients(step, "after the last backward")
     run.update()
 
@@ -165,16 +156,11 @@ def evaluation_between(run: Run, step: int) -> None:
     run.model.train()
     plain(run, step)
     with torch.inference_mode():
-        run.trace.add_tree(
-            f"step {step}: inferred", pytree.tree_map(_escape_inference, run.model(*run.inputs(step, 6)))
-        )
+        inferred = pytree.tree_map_only(Tensor, Tensor.tolist, run.model(*run.inputs(step, 6)))
+        run.trace.add_tree(f"step {step}: inferred", inferred)
     # Stock's root stays whole after a forward without a backward, and parameters are compared sharded.
     for module in run.sharded_modules():
         module.reshard()
-
-
-def _escape_inference(leaf: Any) -> Any:
-    return leaf.tolist() if isinstance(leaf, Tensor) else leaf
 
 
 def forward_that_is_dropped(run: Run, step: int) -> None:
@@ -217,24 +203,19 @@ def another_method(run: Run, step: int) -> None:
 
 def optimizer_in_backward(run: Run, step: int) -> None:
     """Parameters update themselves in their post-accumulate-grad hooks, and drop their gradients there."""
-    if step == 0:
-        for fqn, parameter in run.model.named_parameters():
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(_UpdateInHook(run.trace, fqn))
-    run.loss(step).backward()
-    run.record_gradients(step, "after backward")
 
-
-@dataclass
-class _UpdateInHook:
-    trace: Trace
-    fqn: str
-
-    def __call__(self, parameter: Tensor) -> None:
-        self.trace.add(f"gradient that the hook of {self.fqn} saw", parameter.grad)
+    def update(parameter: Tensor, fqn: str) -> None:
+        run.trace.add(f"gradient that the hook of {fqn} saw", parameter.grad)
         with torch.no_grad():
             parameter.sub_(parameter.grad, alpha=LEARNING_RATE)
         parameter.grad = None
+
+    if step == 0:
+        for fqn, parameter in run.model.named_parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(functools.partial(update, fqn=fqn))
+    run.loss(step).backward()
+    run.record_gradients(step, "after backward")
 
 
 def clipped(run: Run, step: int) -> None:

@@ -64,7 +64,7 @@ class Parallel(Case):
             SPECS[self.model].parallelize(model, rank_mesh(self.mesh, NAMES[len(self.mesh)])["tp"])
             shard(model, api, self.data(), **options)
 
-        return [*super().chosen, Feature(frozenset({"apply"}), apply=apply)]
+        return [*super().chosen, Feature("apply", apply=apply)]
 
     def __str__(self) -> str:
         kinds = [*self.features, *(["frozen"] if self.frozen else [])]
