@@ -254,6 +254,30 @@ def test_what_cannot_step_in_backward_is_refused(rank: int, world_size: int) -> 
         pair.check(name)
 
 
+@on_ranks(2)
+def test_two_optimizers_that_share_parameters(rank: int, world_size: int) -> None:
+    """They step one after the other; in backward only one of them can."""
+    models = [_sharded_layers(world_size) for _ in range(2)]
+    both = [
+        (torch.optim.AdamW(model.parameters(), lr=0.05), torch.optim.SGD(model.layers[1].parameters(), lr=0.1))
+        for model in models
+    ]
+    overlap_step(both[0][0], when="backward")
+    with pytest.raises(RuntimeError, match=r"two optimizers have parameter '.*weight' and overlap_step"):
+        overlap_step(both[0][1], when="backward")
+    overlap_step(both[0][1])
+    with late():
+        for number in range(3):
+            for model, optimizers in zip(models, both, strict=True):
+                loss_of(model, rank, number).backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+                model.zero_grad()
+    assert_same(*(dict(model.state_dict()) for model in models), "weights")
+    del both, optimizers
+    overlap_step(torch.optim.SGD(models[0].parameters(), lr=0.1), when="backward")  # the former one is gone
+
+
 @pytest.mark.parametrize("kind", ["bitsandbytes.optim.AdamW8bit", "torchao.optim.AdamW8bit", "torchao.optim.AdamW4bit"])
 @pytest.mark.parametrize("when", ["auto", "backward"])
 @on_ranks(2, timeout=120)

@@ -85,6 +85,7 @@ def overlap_step(
     Raises:
         TypeError: for any other optimizer, also for subclasses, and for one that draws random numbers.
         ValueError: for another `when`, or `states` for quantised ones.
+        RuntimeError: for "backward", if another optimizer steps in backward on one of the parameters.
     """
     if when not in ("auto", "backward"):
         raise ValueError(f'when is {when!r}; pass "auto" or "backward"')
@@ -108,11 +109,12 @@ def overlap_step(
             f"{type(optimizer).__name__} has quantised state, which files do not take; leave states out, or use an "
             "optimizer of torch.optim"
         )
-    use_steps(optimizer, steps := OverlappedSteps(states))
-    optimizer_step_on_shards(optimizer)
-    steps.place(optimizer)
+    steps = OverlappedSteps(states)
     if when == "backward":
         steps.listen(optimizer)
+    use_steps(optimizer, steps)
+    optimizer_step_on_shards(optimizer)
+    steps.place(optimizer)
     _overlapped.add(steps)
     _wait_at_the_end()
     return steps
@@ -266,11 +268,19 @@ class OverlappedSteps(PlainSteps):
     # -- a step in backward --------------------------------------------------------------------------------------------
 
     def listen(self, optimizer: torch.optim.Optimizer) -> None:
-        """Has the groups report gradients that they deliver to parameters of the optimizer."""
+        """Has the groups report gradients that they deliver to parameters of the optimizer. Raises RuntimeError."""
+        params = [(number, one) for number, group in enumerate(optimizer.param_groups) for one in group["params"]]
+        numbers = {id(one): number for number, one in params}
+        for other in _overlapped:
+            if other is not self and (shared := numbers.keys() & other._numbers.keys()):
+                fqn = next(fqn_of(one) for _, one in params if id(one) in shared)
+                raise RuntimeError(
+                    f"two optimizers have parameter '{fqn}' and overlap_step with when='backward', and its gradient is "
+                    "for the first of them; call overlap_step without when for one of them, and its step() last"
+                )
+        self._numbers = numbers
         if self._listener is None:
             self._listener = partial(_on_delivery, weakref.ref(optimizer))
-        params = [(number, one) for number, group in enumerate(optimizer.param_groups) for one in group["params"]]
-        self._numbers = {id(one): number for number, one in params}
         for _, one in params:
             if (param := sharded_counterpart(one)) is not None:
                 group = FSDPParamGroup.of(param)
