@@ -54,6 +54,11 @@ class Piece:
         """Bytes on the wire."""
         return numel(self.box) * dtype_named(self.dtype).itemsize
 
+    def cut(self, most: int) -> Iterator[Piece]:
+        """In parts of at most `most` bytes, but at least one element; see `cut`."""
+        for box in cut(self.box, max(most // dtype_named(self.dtype).itemsize, 1)):
+            yield Piece(self.name, self.dtype, box, self.want)
+
 
 def numel(box: Box) -> int:
     """The number of elements of a box."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,7 +10,7 @@ from torch import nn
 
 from shardkit.core.checkpoint.plan import boxes_of
 from shardkit.weights.adapters import Factors, merged
-from shardkit.weights.boxes import Box, Held, Piece, dtype_named, intersection
+from shardkit.weights.boxes import Box, Held, Piece, dtype_named, intersection, name_of
 
 __all__ = ["Names", "Source", "Values", "bytes_of", "describe", "holding", "pack", "unpack"]
 
@@ -24,7 +24,9 @@ class Values(NamedTuple):
 
     def of(self, part: Box) -> torch.Tensor:
         """The values of a part of the box."""
-        values = self.tensor[_within(self.box, part)]
+        values = self.tensor[
+            tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(part, self.box, strict=True))
+        ]
         if self.factors is None:
             return values
         rows, columns = (slice(*run) for run in part)
@@ -60,16 +62,13 @@ def describe(
             of[name] = fqn
             if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or tensor.is_meta:
                 raise TypeError(f"'{fqn}' is not a dense tensor with values; leave it out: names= returns None for it")
-            parts = [
+            source[name] = [
                 Values(_box(offsets, sizes), view, factors.get(fqn))
                 for offsets, sizes, view in boxes_of((fqn,), tensor)
             ]
             castable = tensor.is_floating_point() and tensor.itemsize > 1  # float8 means nothing without a scale
             wire = dtype if dtype is not None and castable else tensor.dtype
-            held.append(
-                Held(name, str(wire).removeprefix("torch."), tuple(tensor.shape), tuple(one.box for one in parts))
-            )
-            source[name] = parts
+            held.append(Held(name, name_of(wire), tuple(tensor.shape), tuple(one.box for one in source[name])))
     return held, source
 
 
@@ -86,33 +85,26 @@ def holding(piece: Piece, source: Source) -> Values:
 @torch.no_grad()
 def pack(pieces: Sequence[Piece], source: Source, bucket: torch.Tensor) -> None:
     """Copies pieces into `bucket`, one after the other."""
-    offset = 0
-    for piece in pieces:
+    for piece, part in _parts(pieces, bucket):
         # Into pinned memory nobody would wait for values of a GPU.
-        values = holding(piece, source).of(piece.box)
-        _in_bucket(bucket, offset, piece).copy_(values, non_blocking=bucket.is_cuda)
-        offset += piece.nbytes
+        part.copy_(holding(piece, source).of(piece.box), non_blocking=bucket.is_cuda)
 
 
 @torch.inference_mode()  # targets may be inference tensors
 def unpack(pieces: Sequence[Piece], bucket: torch.Tensor, views: Sequence[Values]) -> None:
     """Copies pieces out of `bucket` into the views that want them, by number."""
+    for piece, part in _parts(pieces, bucket):
+        views[piece.want].of(piece.box).copy_(part)
+
+
+def _parts(pieces: Sequence[Piece], bucket: torch.Tensor) -> Iterator[tuple[Piece, torch.Tensor]]:
+    """The part of a bucket that each piece has."""
     offset = 0
     for piece in pieces:
-        box, view, _ = views[piece.want]
-        view[_within(box, piece.box)].copy_(_in_bucket(bucket, offset, piece))
+        data = bucket[offset : offset + piece.nbytes].view(dtype_named(piece.dtype))
+        yield piece, data.view([stop - start for start, stop in piece.box])
         offset += piece.nbytes
-
-
-def _in_bucket(bucket: torch.Tensor, offset: int, piece: Piece) -> torch.Tensor:
-    dtype = dtype_named(piece.dtype)
-    return bucket[offset : offset + piece.nbytes].view(dtype).view([stop - start for start, stop in piece.box])
 
 
 def _box(offsets: Sequence[int], sizes: Sequence[int]) -> Box:
     return tuple((start, start + size) for start, size in zip(offsets, sizes, strict=True))
-
-
-def _within(box: Box, part: Box) -> tuple[slice, ...]:
-    """Where a part lies in the tensor of its box."""
-    return tuple(slice(start - origin, stop - origin) for (start, stop), (origin, _) in zip(part, box, strict=True))

@@ -15,11 +15,12 @@ import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from shardkit.weights.boxes import Box, Held, Piece, Wanted, cut, dtype_named, intersection, numel
+from shardkit.weights.boxes import Box, Held, Piece, Wanted, dtype_named, intersection, numel
 
 __all__ = ["BUCKET", "Provided", "Runs", "buckets", "plan"]
 
@@ -42,13 +43,11 @@ class _Tensor:
 
     @functools.cached_property
     def _bounds(self) -> npt.NDArray[np.int64]:
-        return np.array(list(self.holders), dtype=np.int64).reshape(len(self.holders), len(self.shape), 2)
+        return _bounds(list(self.holders), len(self.shape))
 
     def cover(self, box: Box) -> list[tuple[Box, list[int]]]:
         """The parts of a box that lie in the different boxes here, and who holds them."""
-        wanted = np.array(box, dtype=np.int64).reshape(len(self.shape), 2)
-        overlap = (self._bounds[:, :, 0] < wanted[:, 1]) & (wanted[:, 0] < self._bounds[:, :, 1])
-        near = itertools.compress(self.holders.items(), np.logical_and.reduce(overlap, axis=1))
+        near = itertools.compress(self.holders.items(), _overlaps(self._bounds, box))
         return [(both, holders) for held, holders in near if (both := intersection(box, held)) is not None]
 
 
@@ -85,8 +84,7 @@ def plan(provided: Provided, wants: Sequence[Wanted], *, bucket: int = BUCKET, t
     See Note [Shares]. Each piece has at most `bucket` bytes, but at least one element. Raises ValueError, which names
     each tensor that no sender has, whose shape differs, or of which a part is missing.
     """
-    forced: list[tuple[Piece, int]] = []
-    shared: list[tuple[Piece, list[int]]] = []
+    found: list[tuple[Piece, list[int]]] = []
     problems: list[str] = []
     for number, want in enumerate(wants):
         tensor = provided.tensors.get(want.name)
@@ -94,25 +92,22 @@ def plan(provided: Provided, wants: Sequence[Wanted], *, bucket: int = BUCKET, t
         if problem or tensor is None:
             problems.append(problem)
             continue
-        found = tensor.cover(want.box)
-        if (there := sum(numel(box) for box, _ in found)) < numel(want.box):
+        covered = tensor.cover(want.box)
+        if (there := sum(numel(box) for box, _ in covered)) < numel(want.box):
             problems.append(
                 f"{want.name}: senders hold {there} of the {numel(want.box)} elements in {_readable(want.box)}"
             )
-        for box, holders in found:
-            piece = Piece(want.name, tensor.dtype, box, number)
-            if len(holders) == 1:
-                forced.append((piece, holders[0]))
-            else:
-                shared.append((piece, holders))
+        found += [(Piece(want.name, tensor.dtype, box, number), holders) for box, holders in covered]
     if problems:
         more = f"\n... and {len(problems) - 20} more" if len(problems) > 20 else ""
         raise ValueError(
             "\n".join(["the senders do not provide what this receiver wants:", *problems[:20]])
             + f"{more}\ncompare its targets with the sender's names="
         )
-    given = _shares(provided.ranks, forced, shared, turn)
-    return {rank: _in_order(pieces, bucket) for rank, pieces in given.items() if pieces}
+    return {
+        rank: [part for piece in sorted(pieces, key=_order) for part in piece.cut(bucket)]
+        for rank, pieces in _shares(provided.ranks, found, turn).items()
+    }
 
 
 def buckets(pieces: Sequence[Piece], limit: int) -> Runs:
@@ -155,43 +150,39 @@ def _are_disjoint(boxes: tuple[Box, ...]) -> bool:
     """Whether no two of these boxes share an element."""
     if len(boxes) < 2:
         return True
-    bounds = np.array(boxes, dtype=np.int64).reshape(len(boxes), -1, 2)
-    start, stop = bounds[:, :, 0], bounds[:, :, 1]
-    return all(
-        np.count_nonzero(((start < stop[row]) & (start[row] < stop)).all(axis=1)) <= 1 for row in range(len(boxes))
-    )
+    bounds = _bounds(boxes, len(boxes[0]))
+    return all(np.count_nonzero(_overlaps(bounds, box)) <= 1 for box in boxes)
 
 
-def _shares(
-    ranks: Sequence[int], forced: Sequence[tuple[Piece, int]], shared: Sequence[tuple[Piece, list[int]]], turn: int
-) -> dict[int, list[Piece]]:
+def _bounds(boxes: Sequence[Box], dims: int) -> npt.NDArray[np.int64]:
+    """Start and stop of each dim of each box."""
+    return np.array(boxes, dtype=np.int64).reshape(len(boxes), dims, 2)
+
+
+def _overlaps(bounds: npt.NDArray[np.int64], box: Box) -> npt.NDArray[np.bool_]:
+    """Which of the boxes with these bounds share an element with a box."""
+    start, stop = np.array(box, dtype=np.int64).reshape(-1, 2).T
+    return np.asarray(((bounds[:, :, 0] < stop) & (start < bounds[:, :, 1])).all(axis=1))
+
+
+def _shares(ranks: Sequence[int], found: Sequence[tuple[Piece, list[int]]], turn: int) -> dict[int, list[Piece]]:
     """The pieces of each sender; see Note [Shares]."""
+    most = sum(piece.nbytes for piece, _ in found) // (_PARTS * len(ranks))
+    parts = [
+        (part.nbytes, part, holders)
+        for piece, holders in found
+        for part in (piece.cut(most) if len(holders) > 1 else (piece,))
+    ]
+    parts.sort(key=lambda one: (len(one[2]) > 1, -one[0]))
     loads: Counter[int] = Counter()
-    given: dict[int, list[Piece]] = {rank: [] for rank in ranks}
-    for piece, rank in forced:
-        given[rank].append(piece)
-        loads[rank] += piece.nbytes
-    total = loads.total() + sum(piece.nbytes for piece, _ in shared)
-    most = max(total // (_PARTS * len(ranks)), 1)
-    parts: list[tuple[int, Piece, list[int]]] = []
-    for piece, holders in shared:
-        itemsize = dtype_named(piece.dtype).itemsize
-        for box in cut(piece.box, max(most // itemsize, 1)):
-            part = Piece(piece.name, piece.dtype, box, piece.want)
-            parts.append((part.nbytes, part, holders))
-    parts.sort(key=lambda one: -one[0])
+    given: dict[int, list[Piece]] = {}
     for nbytes, piece, holders in parts:
-        rank = min(holders, key=lambda rank: (loads[rank], (rank - turn) % (max(ranks) + 1)))
-        given[rank].append(piece)
+        rank = min(holders, key=lambda rank: (loads[rank], (rank - turn) % (ranks[-1] + 1)))
+        given.setdefault(rank, []).append(piece)
         loads[rank] += nbytes
     return given
 
 
-def _in_order(pieces: Sequence[Piece], bucket: int) -> list[Piece]:
-    """Cut to the size of a bucket, wider dtypes first, then in the order of the receiver's targets."""
-    ordered = sorted(pieces, key=lambda one: (-dtype_named(one.dtype).itemsize, one.dtype, one.want, one.box))
-    return [
-        Piece(one.name, one.dtype, box, one.want)
-        for one in ordered
-        for box in cut(one.box, max(bucket // dtype_named(one.dtype).itemsize, 1))
-    ]
+def _order(piece: Piece) -> tuple[Any, ...]:
+    """Wider dtypes first, then in the order of the receiver's targets."""
+    return -dtype_named(piece.dtype).itemsize, piece.dtype, piece.want, piece.box

@@ -128,14 +128,11 @@ class Part:
     copies: int = 1
 
 
-@dataclass(frozen=True)
 class Stack:
     """Tensors that lie one after the other in dim 0 of one parameter, each cut: qkv, or gate and up."""
 
-    parts: tuple[Part, ...]
-
     def __init__(self, *parts: Part) -> None:
-        object.__setattr__(self, "parts", parts)
+        self.parts = parts
 
 
 @dataclass(frozen=True)
@@ -182,10 +179,9 @@ def targets_for(
     found: list[Target] = []
     unused = set(rules)
     for name, parameter in module.named_parameters():
-        pattern = next((one for one in rules if fnmatchcase(name, one)), None)
-        unused.discard(pattern or "")
-        rule = None if pattern is None else rules[pattern]
-        found += _targets(rule, name, parameter.detach(), tp_rank, tp_size)
+        pattern = next((one for one in rules if fnmatchcase(name, one)), "")
+        unused.discard(pattern)
+        found += _targets(rules.get(pattern), name, parameter.detach(), tp_rank, tp_size)
     if unused:
         raise ValueError(
             f"rules {sorted(unused)} match no parameter of {type(module).__name__}; remove or correct them"
@@ -195,9 +191,9 @@ def targets_for(
 
 def _targets(rule: Rule | None, name: str, tensor: torch.Tensor, rank: int, size: int) -> Iterator[Target]:
     if isinstance(rule, Experts):
-        for number, expert in enumerate(tensor):
+        for number, expert in enumerate(tensor, rule.first):
             for one in _targets(rule.rule, rule.name or name, expert, rank, size):
-                full = one.name.replace("{parent}", _parent(name)).replace("{expert}", str(rule.first + number))
+                full = one.name.replace("{parent}", _parent(name)).replace("{expert}", str(number))
                 yield replace(one, name=full)
     elif isinstance(rule, Stack):
         yield from _stacked(rule, name, tensor, rank, size)
@@ -212,40 +208,38 @@ def _targets(rule: Rule | None, name: str, tensor: torch.Tensor, rank: int, size
                 "correct the sizes, or give each rank a Target by hand"
             )
         start, stop = min(rank * local, whole), min((rank + 1) * local, whole)
-        shape = tuple(whole if dim == rule.dim else one for dim, one in enumerate(tensor.shape))
-        region = [slice(0, one) for one in shape]
-        region[rule.dim] = slice(start, stop)
-        yield Target(name, region, tensor.narrow(rule.dim, 0, stop - start), shape)
+        yield _slice(name, tensor.narrow(rule.dim, 0, stop - start), rule.dim, start, whole)
 
 
 def _stacked(rule: Stack, name: str, tensor: torch.Tensor, rank: int, size: int) -> Iterator[Target]:
-    offset = 0
+    rows = []
     for part in rule.parts:
-        groups = size // part.copies
-        if size % part.copies or part.size % groups:
+        if size % part.copies or part.size % (size // part.copies):
             raise ValueError(
                 f"{name}: part {part.name} of {part.size} rows, {part.copies} copies of each, does not divide among "
                 f"{size} ranks; correct its size or its copies"
             )
-        rows = part.size // groups
-        start = rank // part.copies * rows
-        view = tensor.narrow(0, offset, min(rows, tensor.shape[0] - offset))
-        offset += rows
-        region = [slice(start, start + rows), *(slice(0, one) for one in tensor.shape[1:])]
-        yield Target(_named(part.name, name), region, view, (part.size, *tensor.shape[1:]))
-    if offset != tensor.shape[0]:
+        rows.append(part.size * part.copies // size)
+    if sum(rows) != tensor.shape[0]:
         raise ValueError(
-            f"{name}: the parts of its rule have {offset} rows on this rank, expected {tensor.shape[0]} rows; "
+            f"{name}: the parts of its rule have {sum(rows)} rows on this rank, expected {tensor.shape[0]} rows; "
             "correct the sizes"
         )
+    for part, view in zip(rule.parts, tensor.split(rows), strict=True):
+        if "{" in part.name:
+            full = part.name.replace("{parent}", _parent(name))
+        else:
+            full = ".".join(filter(None, [_parent(name), part.name, name.rpartition(".")[2]]))
+        yield _slice(full, view, 0, rank // part.copies * len(view), part.size)
+
+
+def _slice(name: str, view: torch.Tensor, dim: int, start: int, size: int) -> Target:
+    """The indices from `start` of a dim of `size`, all of the others."""
+    region = [slice(None)] * view.ndim
+    region[dim] = slice(start, None)
+    return Target(name, region, view, (*view.shape[:dim], size, *view.shape[dim + 1 :]))
 
 
 def _parent(name: str) -> str:
     """The path above the last two names, those of a module and its parameter."""
     return ".".join(name.split(".")[:-2])
-
-
-def _named(part: str, name: str) -> str:
-    if "{" in part:
-        return part.replace("{parent}", _parent(name)) if "{expert}" not in part else part
-    return ".".join([*filter(None, [_parent(name)]), part, name.rpartition(".")[2]])
