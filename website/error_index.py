@@ -29,7 +29,7 @@ PASSED_ON = {
     "shardkit.core.checkpoint.full_state._judge": "raises rank 0's error on every rank",
     "shardkit.core.checkpoint.saving.write_file": "raises the error of a thread",
     "shardkit.core.checkpoint.writers.objects_for_stock": "changes the kind of `leaves.flatten`'s error",
-    "shardkit.core.users_code.users_code": "raises the error that the user's code was interrupted by",
+    "shardkit.commands.users_code.users_code": "raises the error that the user's code was interrupted by",
     "shardkit.legacy_fsdp_compat.migrate.rank_files.without_mesh": "changes the kind of `region`'s error",
     "shardkit.legacy_fsdp_compat.migrate.script.rewrite": "the parser's own words",
     "shardkit.legacy_fsdp_compat.migrate.wrapping.wrapping_of_config": "adds the file",

@@ -21,7 +21,6 @@ LAYERS: list[set[str]] = [
         "stock_names",
         "tensors",
         "torch_compat",
-        "users_code",
         "version",
     },
     {"runtime"},
@@ -56,7 +55,7 @@ SIBLINGS: dict[str, set[str]] = {
     "shardkit.core": {"shardkit.autoinstall", "shardkit.commands", "shardkit.weights"},
     "shardkit.tp_adapter": {"shardkit.core"},
     "shardkit.legacy_fsdp_compat": {"shardkit.core", "shardkit.tp_adapter", "shardkit.commands"},
-    "shardkit.tools": {"shardkit.core", "shardkit.autoinstall"},
+    "shardkit.tools": {"shardkit.core", "shardkit.autoinstall", "shardkit.commands"},
 }
 
 

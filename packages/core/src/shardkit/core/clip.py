@@ -25,8 +25,6 @@ from shardkit.core.mesh import device_of
 from shardkit.core.parameters.param import sharded_counterpart
 from shardkit.core.torch_compat import foreach_norm, foreach_scale_, local_of
 
-__all__ = ["clip_grad_norm_", "grad_norm"]
-
 # The first of plain parameters whose norms were compared, and how many: once, as the host waits for it. Their norms are
 # summed over ranks in each call: what ranks exchange must not depend on what one of them remembers.
 _compared: WeakTensorKeyDictionary = WeakTensorKeyDictionary()

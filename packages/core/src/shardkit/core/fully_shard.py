@@ -49,8 +49,6 @@ from shardkit.core.policies import (
 from shardkit.core.runtime.gloo_threads import wait_at_exit
 from shardkit.core.torch_compat import mark_managed
 
-__all__ = ["fully_shard"]
-
 
 @overload
 def fully_shard(

@@ -32,8 +32,6 @@ from shardkit.core.module import register_fsdp_forward_method, share_comm_ctx
 from shardkit.core.torch_compat import STOCK_FUNCTIONS, guard_stock_states, modules_of_stock, stock_part
 from shardkit.core.version import __version__
 
-__all__ = ["install", "uninstall"]
-
 _OURS: Mapping[str, Callable[..., Any]] = {
     "fully_shard": fully_shard,
     "register_fsdp_forward_method": register_fsdp_forward_method,

@@ -24,8 +24,6 @@ from shardkit.core.parameters.adapters import user_attributes
 from shardkit.core.parameters.region import region_of
 from shardkit.core.torch_compat import apply_to_tensors, like_dtensor, local_of
 
-__all__ = ["allocate", "homes", "materialize"]
-
 
 def materialize(
     module: nn.Module,

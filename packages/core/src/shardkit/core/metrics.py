@@ -11,8 +11,6 @@ from torch.distributed.tensor import DTensor
 
 from shardkit.core import events
 
-__all__ = ["StepMetrics"]
-
 
 class StepMetrics:
     """Measures each step of this rank, and returns a plain dict that any logger takes.

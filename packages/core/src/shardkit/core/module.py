@@ -28,8 +28,6 @@ from shardkit.core.torch_compat import (
     no_dynamo_frame,
 )
 
-__all__ = ["FSDPModule", "GradientReductionHandle", "UnshardHandle", "register_fsdp_forward_method", "share_comm_ctx"]
-
 
 class UnshardHandle(StockUnshardHandle):
     """The handle that `FSDPModule.unshard(async_op=True)` returns."""

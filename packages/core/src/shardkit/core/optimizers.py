@@ -20,8 +20,6 @@ from shardkit.core.parameters.collect import added_parameters
 from shardkit.core.parameters.param import sharded_counterpart
 from shardkit.core.torch_compat import is_within_step, no_dynamo
 
-__all__ = ["optimizer_step_on_shards", "watch_optimizers"]
-
 _on_shards: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 

@@ -23,22 +23,6 @@ from shardkit.core.torch_compat import (
     StockOffloadPolicy,
 )
 
-__all__ = [
-    "AllGather",
-    "CPUOffloadPolicy",
-    "Comm",
-    "CompressionPolicy",
-    "DataParallelMeshDims",
-    "MixedPrecisionPolicy",
-    "OffloadChoice",
-    "OffloadPolicy",
-    "ReduceScatter",
-    "as_mixed_precision",
-    "as_mesh_dims",
-    "as_offload",
-    "offload_of_each",
-]
-
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:

@@ -12,8 +12,6 @@ from shardkit.core.engine.step import state_of
 from shardkit.core.mesh import groups_of_copies
 from shardkit.core.torch_compat import local_of
 
-__all__ = ["broadcast_replicas"]
-
 
 @torch.no_grad()
 def broadcast_replicas(module: nn.Module) -> None:

@@ -13,8 +13,6 @@ import torch
 from shardkit.core.runtime.lanes import Lane, Program, Ticket, make_lane
 from shardkit.core.runtime.plan import Transport
 
-__all__ = ["CommContext"]
-
 
 class CommContext:
     """The lanes for gathers, copies from the host, and reductions.

@@ -25,8 +25,6 @@ from shardkit.core.runtime.shared.meeting import possible
 from shardkit.core.runtime.shared.segment import shared_if_possible
 from shardkit.core.torch_compat import versions_of
 
-__all__ = ["GatherPlans", "gather_bytes", "gather_kept", "gather_sharded", "share_shards"]
-
 _LOG = logging.getLogger(__name__)
 
 

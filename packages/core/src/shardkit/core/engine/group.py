@@ -48,8 +48,6 @@ from shardkit.core.torch_compat import (
     versions_of,
 )
 
-__all__ = ["FSDPParamGroup", "GroupUser", "Phase", "Residence"]
-
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 

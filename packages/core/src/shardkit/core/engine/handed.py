@@ -18,8 +18,6 @@ import torch
 
 from shardkit.core.tensors import tensors_in
 
-__all__ = ["HandedContainers"]
-
 
 class HandedContainers:
     """The containers among the inputs of one forward, `given` to it, and the caller's `own` in their places.

@@ -19,8 +19,6 @@ import torch.distributed as dist
 
 from shardkit.core import events
 
-__all__ = ["OrderCheck", "agree", "wanted_checks"]
-
 _SHOWN = 8
 
 

@@ -19,9 +19,6 @@ from shardkit.core.runtime.plan import Mean, ReduceItem, ReducePlan, Transport, 
 from shardkit.core.runtime.storage import note_allocated, note_freed
 from shardkit.core.torch_compat import GRAD_DTYPE_DECIDES
 
-__all__ = ["Bucket", "Division", "buckets", "division_for", "program", "take_gradients"]
-
-
 # At most this many plans, one for each set of parameters with gradients. Few sets occur unless use is random.
 _MOST_PLANS = 64
 

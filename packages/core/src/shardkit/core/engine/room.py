@@ -36,8 +36,6 @@ from shardkit.core.engine.timetable import DEFAULT_PREFETCH_DEPTH, Prefetch
 from shardkit.core.mesh import DataParallelMesh
 from shardkit.core.parameters.param import FSDPParam
 
-__all__ = ["Group", "Room"]
-
 
 class Group(Protocol):
     """A parameter group, as far as those know it that it knows itself; `group.py` documents what it has.

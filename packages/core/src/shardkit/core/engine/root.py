@@ -26,8 +26,6 @@ from shardkit.core.parameters.param import FSDPParam
 from shardkit.core.parameters.placements import is_ours
 from shardkit.core.torch_compat import local_of, outside_transforms, stock_modules_around
 
-__all__ = ["initialise_root", "live_roots"]
-
 
 class RootedState(ScheduledState, Protocol):
     """A state that has a schedule, or will get that of its root."""

@@ -38,8 +38,6 @@ from shardkit.core.engine.room import Group, Room
 from shardkit.core.engine.timetable import Prefetch, Timetable
 from shardkit.core.torch_compat import current_backward, in_backward, runs_in_this_backward, transforms_active
 
-__all__ = ["Backward", "Finalization", "Forward", "Pass", "Schedule", "ScheduledState"]
-
 # At most this many entries of forwards without a backward are kept.
 _LONGEST = 10_000
 

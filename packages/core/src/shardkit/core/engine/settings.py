@@ -12,8 +12,6 @@ from shardkit.core.mesh import PostForwardMesh
 from shardkit.core.policies import MixedPrecisionPolicy
 from shardkit.core.runtime.choice import Communication
 
-__all__ = ["GroupSettings"]
-
 
 @dataclass(frozen=True)
 class GroupSettings:

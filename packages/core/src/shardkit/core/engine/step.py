@@ -74,8 +74,6 @@ from shardkit.core.torch_compat import (
     versions_of,
 )
 
-__all__ = ["FSDPState", "finalize_backward", "reset", "state_of"]
-
 _LOG = logging.getLogger(__name__)
 
 

@@ -16,8 +16,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-__all__ = ["DEFAULT_PREFETCH_DEPTH", "Prefetch", "Timetable"]
-
 DEFAULT_PREFETCH_DEPTH = 1
 
 

@@ -16,8 +16,6 @@ import torch
 
 from shardkit.core.tensors import map_tensors, tensors_in
 
-__all__ = ["watch_each", "watch_together"]
-
 
 def watch_together(value: Any, on_backward: Callable[[], None]) -> Any:
     """`value` with tensors whose backward calls `on_backward` once, when the gradients of all of them are done."""

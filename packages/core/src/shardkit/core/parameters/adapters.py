@@ -45,17 +45,6 @@ from shardkit.core.policies import MixedPrecisionPolicy
 from shardkit.core.runtime.sharding import ChunkLayout
 from shardkit.core.torch_compat import PARAMETER_FLAG, local_of, new_dtensor, wraps_tensors
 
-__all__ = [
-    "ADAPTERS",
-    "HOOK",
-    "DTensorAdapter",
-    "Holder",
-    "ParameterForm",
-    "SubclassGather",
-    "form_of",
-    "user_attributes",
-]
-
 ADAPTERS = "shardkit.dtensor_adapters"
 """The group of entry points under which distributions offer a `DTensorAdapter`."""
 HOOK = "fsdp_pre_all_gather"

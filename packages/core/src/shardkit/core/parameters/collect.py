@@ -19,17 +19,6 @@ from shardkit.core.parameters.placements import Blocks, Owned
 from shardkit.core.policies import as_mesh_dims
 from shardkit.core.torch_compat import RUNS_SUBCLASSES, is_plain, is_replicated, local_of, stock_engine_of
 
-__all__ = [
-    "STATE",
-    "Managed",
-    "ManagedParameter",
-    "PlacementFn",
-    "added_parameters",
-    "manage",
-    "modules_of_argument",
-    "place",
-]
-
 STATE = "_shardkit_state"
 """Attribute of a module that `fully_shard` was called on: its FSDPState."""
 

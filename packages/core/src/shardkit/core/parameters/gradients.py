@@ -37,16 +37,6 @@ from shardkit.core.torch_compat import (
     wraps_tensors,
 )
 
-__all__ = [
-    "GradientDtype",
-    "check_gradients",
-    "hooked",
-    "lost_summand",
-    "mark_gradient",
-    "move_gradient_hooks",
-    "refuse_gradient",
-]
-
 _MARK = "_shardkit_origin"
 
 

@@ -24,16 +24,6 @@ from shardkit.core.mesh import DataParallelMesh
 from shardkit.core.parameters.placements import Blocks, Owned
 from shardkit.core.torch_compat import local_of
 
-__all__ = [
-    "Cost",
-    "OwnerPlan",
-    "PlannedPlacements",
-    "newton_schulz_flops",
-    "owners_for",
-    "placements_for",
-    "plan_owners",
-]
-
 Cost = Callable[[torch.Tensor], float]
 """Cost of one step for the owner of a parameter, in any unit. It may depend on shape and dtype only."""
 

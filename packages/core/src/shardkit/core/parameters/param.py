@@ -75,8 +75,6 @@ from shardkit.core.torch_compat import (
     wraps_tensors,
 )
 
-__all__ = ["FSDPParam", "Slot", "fqn_of", "param_over", "sharded_counterpart"]
-
 # The parameter that an original or unsharded parameter belongs to. An attribute would be pickled and copied.
 _became: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _OWNER = "_shardkit_param"  # on the storage of an unsharded parameter: a weak reference to its FSDPParam

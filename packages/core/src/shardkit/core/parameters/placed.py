@@ -25,8 +25,6 @@ from shardkit.core.parameters.placements import is_ours, layout_for
 from shardkit.core.parameters.region import region_at, region_of
 from shardkit.core.torch_compat import like_dtensor, local_of, new_dtensor
 
-__all__ = ["PlacedTensor", "ReplicatedGradient"]
-
 # Operators that keep each element in its place but lack a tag for it.
 _IN_PLACE = frozenset(
     {

@@ -28,8 +28,6 @@ from torch.distributed.tensor import Placement, Shard
 from shardkit.core.runtime.sharding import ChunkLayout
 from shardkit.core.torch_compat import is_plain
 
-__all__ = ["Blocks", "Owned", "is_ours", "layout_for", "shard_of"]
-
 
 @dataclass(frozen=True, init=False, repr=False)
 class Owned(Placement):

@@ -28,9 +28,6 @@ from shardkit.core.parameters.adapters import HOOK
 from shardkit.core.parameters.param import FSDPParam
 from shardkit.core.torch_compat import held_local, local_of, version_of
 
-__all__ = ["changed", "pass_on_freezing", "register_sharded", "register_unsharded", "take_over"]
-
-
 # -- places in modules -------------------------------------------------------------------------------------------------
 
 

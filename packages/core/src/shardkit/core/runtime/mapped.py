@@ -17,8 +17,6 @@ import torch
 
 from shardkit.core.runtime.shared.segment import ONE_DESCRIPTOR, aligned
 
-__all__ = ["MappedFile", "briefly_in_memory", "file_of"]
-
 _POPULATE_READ, _POPULATE_WRITE = 22, 23
 """Linux 5.14: one call instead of a fault for each page, and an error where a fault would end the process."""
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardkit.commands.users_code import import_named
+from shardkit.commands.users_code import users_code as users_code_raising
 from shardkit.core.checkpoint.errors import CheckpointError
-from shardkit.core.users_code import import_named
-from shardkit.core.users_code import users_code as users_code_raising
 from shardkit.legacy_fsdp_compat.api import MixedPrecision, ShardingStrategy, own
 from shardkit.legacy_fsdp_compat.auto_wrap import CHOOSE, auto_wrap
 from shardkit.legacy_fsdp_compat.fully_sharded_data_parallel import FullyShardedDataParallel

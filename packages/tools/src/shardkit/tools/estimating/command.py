@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from shardkit.core.users_code import import_named, users_code
+from shardkit.commands.users_code import import_named, users_code
 from shardkit.tools.estimating.hf import job_from_config
 from shardkit.tools.estimating.job import (
     EstimateError,

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
-from shardkit.core.users_code import users_code
+from shardkit.commands.users_code import users_code
 from shardkit.tools.estimating.job import EstimateError, MakeOptimizer, Policies, TrainingJob
 from shardkit.tools.files import read_json
 

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from shardkit.commands.users_code import users_code
 from shardkit.core import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -29,7 +30,6 @@ from shardkit.core import (
 from shardkit.core.engine.step import state_of
 from shardkit.core.engine.timetable import DEFAULT_PREFETCH_DEPTH
 from shardkit.core.tensors import map_tensors, tensors_in, tensors_with_grad
-from shardkit.core.users_code import users_code
 from shardkit.tools.files import InputError
 from shardkit.tools.torch_compat import FakeTensors
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from shardkit.commands.users_code import users_code
 from shardkit.core import CompressionPolicy
 from shardkit.core.runtime.choice import stand_ins
 from shardkit.core.runtime.compressed.transport import CompressedTransport
@@ -23,7 +24,6 @@ from shardkit.core.runtime.lanes import Program, Reduction
 from shardkit.core.runtime.plan import GatherPlan, Mean, NetworkTransport, ReducePlan, Transport, reported
 from shardkit.core.runtime.shared.segment import ALIGNMENT, aligned
 from shardkit.core.runtime.storage import note_allocated, note_freed
-from shardkit.core.users_code import users_code
 from shardkit.tools.estimating.job import EstimateError, TrainingJob
 from shardkit.tools.estimating.observer import Observer, on_this_rank
 from shardkit.tools.estimating.trace import Trace, neighbourhood

@@ -11,8 +11,8 @@ from typing import Any, Literal, TypeAlias
 
 from torch import nn
 
+from shardkit.commands.users_code import users_code
 from shardkit.core.parameters.adapters import ADAPTERS
-from shardkit.core.users_code import users_code
 from shardkit.tools.estimating.job import (
     EstimateError,
     Policies,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 _SHOWN = 300
-_OURS = tuple(f"/shardkit/{package}/" for package in ("core", "legacy_fsdp_compat", "tools", "tp_adapter"))
+_OURS = tuple(f"/shardkit/{package}/" for package in ("core", "commands", "legacy_fsdp_compat", "tools", "tp_adapter"))
 _NOT_THEIRS = ("/site-packages/", "/lib/python3", "<frozen ", *_OURS)
 
 
