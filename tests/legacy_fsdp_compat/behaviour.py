@@ -9,6 +9,7 @@ import contextlib
 import functools
 import inspect
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -23,7 +24,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.legacy_fsdp_compat.both import (
     CPU,
     OPTIMIZERS,
-    STOCK,
     Block,
     Model,
     api,
@@ -36,8 +36,10 @@ from tests.legacy_fsdp_compat.both import (
     whole_state,
 )
 from tests.packaging.workspace import ROOT
+from tests.support.models import Composed
 
 ARGUMENTS, METHODS = "Arguments of FullyShardedDataParallel", "Methods and properties"
+WRITES = "Writing to parameters"
 DOCUMENT = ROOT / "docs" / "reference" / "legacy_fsdp.md"
 
 
@@ -45,17 +47,54 @@ class Engine:
     """Stock's or our FSDP1, for one case on one rank."""
 
     def __init__(self, name: str, rank: int) -> None:
-        self.is_stock = name == STOCK
         self.name, self.rank = name, rank
         self.api = api(name)
         self.fsdp = self.api.FSDP
 
-    def wrap(self, model: nn.Module | None = None, **arguments: Any) -> Any:
+    def wrap(self, model: nn.Module | None = None, strategy: str = "FULL_SHARD", **arguments: Any) -> Any:
         """The model of all tests, or another one, with blocks as units unless the case has another policy."""
         torch.manual_seed(0)
         arguments = {"device_id": CPU, "use_orig_params": True, **arguments}
         arguments.setdefault("auto_wrap_policy", self.api.ModuleWrapPolicy({Block}))
+        arguments.setdefault("sharding_strategy", self.api.ShardingStrategy[strategy])
         return self.fsdp(build() if model is None else model, **arguments)
+
+    def unit(self, module: nn.Module) -> Any:
+        """The module alone as a unit."""
+        return self.fsdp(module, use_orig_params=True, device_id=CPU)
+
+    def layer(self) -> Any:
+        return self.wrap(nn.Linear(8, 8), auto_wrap_policy=None)
+
+    def in_dtypes(self, *dtypes: torch.dtype | None, strategy: str = "FULL_SHARD", **arguments: Any) -> Any:
+        """The model in mixed precision."""
+        return self.wrap(strategy=strategy, mixed_precision=self.api.MixedPrecision(*dtypes, **arguments))
+
+    def backward(self, model: nn.Module, step: int = 0) -> None:
+        loss_of(model, self.rank, step).backward()
+
+    def after_backward(self, **arguments: Any) -> Any:
+        model = self.wrap(**arguments)
+        self.backward(model)
+        return model
+
+    def after(self, *calls: str) -> dict[str, Tensor | None]:
+        """Gradients after these calls: "backward", "no_sync" (a backward inside it) and "zero_grad" of either."""
+        model = self.wrap()
+        optimizer = OPTIMIZERS["sgd"](model.parameters())
+        for step, call in enumerate(calls):
+            if call == "no_sync":
+                with model.no_sync():
+                    self.backward(model, step)
+            elif call == "backward":
+                self.backward(model, step)
+            else:
+                {"model.zero_grad": model, "optimizer.zero_grad": optimizer}[call].zero_grad()
+        return self.gradients(model)
+
+    def kind(self, model: nn.Module, name: str) -> Any:
+        """A context in which state dicts are of that type."""
+        return self.fsdp.state_dict_type(model, self.api.StateDictType[f"{name}_STATE_DICT"])
 
     def trained(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, steps: int = 2) -> list[float]:
         """The losses of a few steps."""
@@ -91,7 +130,6 @@ class Case:
         verdict: "same", "differs: ..." or "refused: ...".
         run: returns the result to compare.
         error: part of our message, if the verdict is "refused".
-        world_size: ranks that it takes.
     """
 
     table: str
@@ -100,7 +138,6 @@ class Case:
     verdict: str
     run: Callable[[Engine], Any]
     error: str
-    world_size: int
 
     @property
     def id(self) -> str:
@@ -110,277 +147,265 @@ class Case:
 CASES: list[Case] = []
 
 
-def case(table: str, name: str, text: str, verdict: str = "same", error: str = "", world_size: int = 2) -> Any:
+def case(
+    table: str, name: str, text: str, run: Any = None, *, differs: str = "", refused: str = "", error: str = ""
+) -> Any:
+    """Adds a case, which is `run` or the function that this decorates."""
+    verdict = f"differs: {differs}" if differs else f"refused: {refused}" if refused else "same"
+
     def add(run: Callable[[Engine], Any]) -> Callable[[Engine], Any]:
-        CASES.append(Case(table, name, text, verdict, run, error, world_size))
+        CASES.append(Case(table, name, text, verdict, run, error))
         return run
 
-    return add
+    return add if run is None else add(run)
 
 
-def warned(words: str, caught: list[warnings.WarningMessage]) -> bool:
-    return any(words in str(one.message) for one in caught)
+argument, method, write = (functools.partial(case, table) for table in (ARGUMENTS, METHODS, WRITES))
 
 
-def lengths(state: dict[str, Any]) -> dict[str, Any]:
-    """Names, kinds and shapes of the values of a state dict."""
-    return {name: (type(value).__name__, tuple(value.shape)) for name, value in state.items()}
+def warning_of(words: str, call: Callable[[], Any]) -> tuple[bool, Any]:
+    """Whether a call warns so, and its result."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = call()
+    return any(words in str(one.message) for one in caught), result
+
+
+def types(state: dict[str, Any]) -> dict[str, str]:
+    return {name: type(value).__name__ for name, value in state.items()}
+
+
+def small() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))
+
+
+def with_frozen(name: str) -> Model:
+    model = build()
+    model.get_parameter(name).requires_grad_(False)
+    return model
 
 
 # -- arguments ---------------------------------------------------------------------------------------------------------
 
 
-@case(ARGUMENTS, "module", "a model trains")
-def _(engine: Engine) -> Any:
-    return engine.losses()
+argument("module", "a model trains", lambda engine: engine.losses())
+argument("module", "no module", lambda engine: engine.unit(3), differs="TypeError (stock: AttributeError)")
 
 
-@case(ARGUMENTS, "module", "no module", "differs: TypeError (stock: AttributeError)")
-def _(engine: Engine) -> Any:
-    return engine.fsdp(3, device_id=CPU)
-
-
-@case(ARGUMENTS, "module", "units inside units")
+@argument("module", "units inside units")
 def _(engine: Engine) -> Any:
     model = build()
-    model.blocks[0].up = engine.fsdp(model.blocks[0].up, use_orig_params=True, device_id=CPU)
+    model.blocks[0].up = engine.unit(model.blocks[0].up)
     return engine.losses(model=model)
 
 
-@case(ARGUMENTS, "module", "a unit below two roots in turn")
+@argument("module", "a unit below two roots in turn")
 def _(engine: Engine) -> Any:
-    arguments = {"use_orig_params": True, "device_id": CPU}
     torch.manual_seed(0)
-    unit = engine.fsdp(nn.Linear(4, 4), **arguments)
-    roots = [engine.fsdp(nn.Sequential(unit, nn.Linear(4, 4)), **arguments) for _ in range(2)]
+    unit = engine.unit(nn.Linear(4, 4))
+    roots = [engine.unit(nn.Sequential(unit, nn.Linear(4, 4))) for _ in range(2)]
     for step in range(3):
         roots[step % 2](batch(engine.rank, step)[0]).square().sum().backward()
     return [engine.gradients(root) for root in roots]
 
 
-@case(
-    ARGUMENTS,
-    "module",
-    "a unit that ran as a root itself, then wrapped",
-    "differs: RuntimeError (stock: AssertionError)",
-)
+@argument("module", "a unit that ran as a root itself, then wrapped", differs="RuntimeError (stock: AssertionError)")
 def _(engine: Engine) -> Any:
     model = build()
-    model.blocks[0] = engine.fsdp(model.blocks[0], use_orig_params=True, device_id=CPU)
+    model.blocks[0] = engine.unit(model.blocks[0])
     model.blocks[0](torch.ones(1, 5))
     with contextlib.redirect_stderr(None):
-        return engine.fsdp(model, use_orig_params=True, device_id=CPU)(batch(0, 0)[0])
+        return engine.unit(model)(batch(0, 0)[0])
 
 
-@case(ARGUMENTS, "module", "parameter names that depend on the rank")
+@argument("module", "parameter names that depend on the rank")
 def _(engine: Engine) -> Any:
-    model = nn.Sequential()
     torch.manual_seed(0)
-    model.add_module(f"rank{engine.rank}", nn.Linear(4, 1))
-    return engine.losses(model=model)
+    return engine.losses(model=nn.Sequential(OrderedDict({f"rank{engine.rank}": nn.Linear(4, 1)})))
 
 
-@case(ARGUMENTS, "process_group", "a group of all ranks")
-def _(engine: Engine) -> Any:
-    return engine.losses(process_group=dist.new_group())
+argument("process_group", "a group of all ranks", lambda engine: engine.losses(process_group=dist.new_group()))
 
 
-@case(ARGUMENTS, "process_group", "a group of one rank: NO_SHARD")
+@argument("process_group", "a group of one rank: NO_SHARD")
 def _(engine: Engine) -> Any:
     groups = [dist.new_group([one]) for one in range(2)]
     model = engine.wrap(process_group=groups[engine.rank])
     return model.sharding_strategy.name, engine.trained(model)
 
 
-@case(ARGUMENTS, "process_group", "(shard group, replicate group) for HYBRID_SHARD")
+@argument("process_group", "(shard group, replicate group) for HYBRID_SHARD")
 def _(engine: Engine) -> Any:
     groups = [dist.new_group([one]) for one in range(2)]
-    pair = (dist.group.WORLD, groups[engine.rank])
-    return engine.losses(process_group=pair, sharding_strategy=engine.api.ShardingStrategy.HYBRID_SHARD)
+    return engine.losses(process_group=(dist.group.WORLD, groups[engine.rank]), strategy="HYBRID_SHARD")
 
 
 for _name in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"):
 
-    @case(ARGUMENTS, "sharding_strategy", f"`{_name}`: losses, weights and gradients")
+    @argument("sharding_strategy", f"`{_name}`: losses, weights and gradients")
     def _(engine: Engine, name: str = _name) -> Any:
-        model = engine.wrap(sharding_strategy=engine.api.ShardingStrategy[name])
+        model = engine.wrap(strategy=name)
         losses = engine.trained(model)
         return losses, engine.state(model), engine.gradients(model)
 
 
-@case(
-    ARGUMENTS,
+argument(
     "sharding_strategy",
     "the shapes of `parameters()` outside forward",
-    "differs: DTensors with this rank's rows, `Replicate` with NO_SHARD (stock: 1-D pieces of the flat parameter)",
+    lambda engine: [tuple(parameter.shape) for parameter in engine.wrap().parameters()],
+    differs="DTensors with this rank's rows, `Replicate` with NO_SHARD (stock: 1-D pieces of the flat parameter)",
 )
-def _(engine: Engine) -> Any:
-    return [tuple(parameter.shape) for parameter in engine.wrap().parameters()]
+argument("cpu_offload", "`CPUOffload(False)`", lambda engine: engine.losses(cpu_offload=engine.api.CPUOffload(False)))
 
-
-@case(ARGUMENTS, "cpu_offload", "`CPUOffload(False)`")
-def _(engine: Engine) -> Any:
-    return engine.losses(cpu_offload=engine.api.CPUOffload(offload_params=False))
-
-
-POLICIES: dict[str, Callable[[Engine], Any]] = {
-    "none": lambda engine: None,
-    "`ModuleWrapPolicy`": lambda engine: engine.api.ModuleWrapPolicy({nn.Linear}),
-    "`transformer_auto_wrap_policy`": lambda engine: functools.partial(
-        engine.api.transformer_auto_wrap_policy, transformer_layer_cls={Block}
+POLICIES: dict[str, Callable[[Any], Any]] = {
+    "none": lambda names: None,
+    "`ModuleWrapPolicy`": lambda names: names.ModuleWrapPolicy({nn.Linear}),
+    "`transformer_auto_wrap_policy`": lambda names: functools.partial(
+        names.transformer_auto_wrap_policy, transformer_layer_cls={Block}
     ),
-    "`size_based_auto_wrap_policy`": lambda engine: functools.partial(
-        engine.api.size_based_auto_wrap_policy, min_num_params=30
+    "`size_based_auto_wrap_policy`": lambda names: functools.partial(
+        names.size_based_auto_wrap_policy, min_num_params=30
     ),
-    "`lambda_auto_wrap_policy`": lambda engine: functools.partial(
-        engine.api.lambda_auto_wrap_policy, lambda_fn=lambda module: isinstance(module, nn.LayerNorm)
+    "`lambda_auto_wrap_policy`": lambda names: functools.partial(
+        names.lambda_auto_wrap_policy, lambda_fn=lambda module: isinstance(module, nn.LayerNorm)
     ),
-    "`always_wrap_policy`": lambda engine: engine.api.always_wrap_policy,
-    "`CustomPolicy` with arguments of its own": lambda engine: engine.api.CustomPolicy(
+    "`always_wrap_policy`": lambda names: names.always_wrap_policy,
+    "`CustomPolicy` with arguments of its own": lambda names: names.CustomPolicy(
         lambda module: {"forward_prefetch": True} if isinstance(module, Block) else False
     ),
 }
-
-
 for _text, _policy in POLICIES.items():
 
-    @case(ARGUMENTS, "auto_wrap_policy", f"{_text}: which modules become units")
+    @argument("auto_wrap_policy", f"{_text}: which modules become units")
     def _(engine: Engine, policy: Any = _policy) -> Any:
-        model = engine.wrap(auto_wrap_policy=policy(engine))
+        model = engine.wrap(auto_wrap_policy=policy(engine.api))
         units = [name for name, module in model.named_modules() if isinstance(module, engine.fsdp)]
         return units, engine.trained(model)
 
 
 for _text in ("BACKWARD_PRE", "BACKWARD_POST", "None"):
 
-    @case(ARGUMENTS, "backward_prefetch", f"`{_text}`")
+    @argument("backward_prefetch", f"`{_text}`")
     def _(engine: Engine, text: str = _text) -> Any:
         prefetch = None if text == "None" else engine.api.BackwardPrefetch[text]
         model = engine.wrap(backward_prefetch=prefetch)
         return engine.trained(model, steps=3), model.backward_prefetch == prefetch
 
 
-@case(ARGUMENTS, "mixed_precision", "`param_dtype`: dtypes of outputs, gradients and state dict")
+def dtypes_of_gradients(model: nn.Module) -> set[str]:
+    return {str(parameter.grad.dtype) for parameter in model.parameters() if parameter.grad is not None}
+
+
+@argument("mixed_precision", "`param_dtype`: dtypes of outputs, gradients and state dict")
 def _(engine: Engine) -> Any:
-    model = engine.wrap(mixed_precision=engine.api.MixedPrecision(param_dtype=torch.bfloat16))
+    model = engine.in_dtypes(torch.bfloat16)
     output = model(batch(engine.rank, 0)[0])
     output.float().sum().backward()
-    kinds = {str(parameter.grad.dtype) for parameter in model.parameters() if parameter.grad is not None}
-    return str(output.dtype), kinds, {str(value.dtype) for value in engine.state(model).values()}
+    return str(output.dtype), dtypes_of_gradients(model), {str(one.dtype) for one in engine.state(model).values()}
 
 
-@case(ARGUMENTS, "mixed_precision", "`buffer_dtype`: buffers in training, in a state dict")
+@argument("mixed_precision", "`buffer_dtype`: buffers in training, in a state dict")
 def _(engine: Engine) -> Any:
-    model = engine.wrap(mixed_precision=engine.api.MixedPrecision(buffer_dtype=torch.float16))
+    model = engine.in_dtypes(buffer_dtype=torch.float16)
     model(batch(engine.rank, 0)[0])
     return {str(one.dtype) for one in model.buffers()}, str(engine.state(model)["blocks.0.scale"].dtype)
 
 
-@case(ARGUMENTS, "mixed_precision", "`reduce_dtype` alone")
-def _(engine: Engine) -> Any:
-    model = engine.wrap(mixed_precision=engine.api.MixedPrecision(reduce_dtype=torch.float64))
-    return engine.trained(model)
+argument(
+    "mixed_precision", "`reduce_dtype` alone", lambda engine: engine.trained(engine.in_dtypes(None, torch.float64))
+)
 
 
-@case(ARGUMENTS, "mixed_precision", "`keep_low_precision_grads`, also after `no_sync`")
+@argument("mixed_precision", "`keep_low_precision_grads`, also after `no_sync`")
 def _(engine: Engine) -> Any:
     seen = []
     for strategy in ("FULL_SHARD", "NO_SHARD"):
-        for param, reduce in ((torch.bfloat16, None), (torch.float16, torch.float32), (None, torch.float16)):
-            model = engine.wrap(
-                sharding_strategy=engine.api.ShardingStrategy[strategy],
-                mixed_precision=engine.api.MixedPrecision(param, reduce, keep_low_precision_grads=True),
-            )
+        for dtypes in ((torch.bfloat16, None), (torch.float16, torch.float32), (None, torch.float16)):
+            model = engine.in_dtypes(*dtypes, strategy=strategy, keep_low_precision_grads=True)
             with model.no_sync():
                 model(batch(engine.rank, 0)[0]).float().sum().backward()
             for _ in range(2):  # the second adds to the first
                 model(batch(engine.rank, 0)[0]).float().sum().backward()
-            seen.append({str(parameter.grad.dtype) for parameter in model.parameters() if parameter.grad is not None})
+            seen.append(dtypes_of_gradients(model))
     return seen
 
 
-@case(ARGUMENTS, "ignored_modules", "a module")
+@argument("ignored_modules", "a module")
 def _(engine: Engine) -> Any:
     model = build()
     wrapped = engine.wrap(model, ignored_modules=[model.out])
     return engine.trained(wrapped), type(model.out.weight) is nn.Parameter, list(engine.state(wrapped))
 
 
-@case(ARGUMENTS, "ignored_modules", "the module that is wrapped: a warning, and nothing is managed")
+@argument("ignored_modules", "the module that is wrapped: a warning, and nothing is managed")
 def _(engine: Engine) -> Any:
     model = build()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        wrapped = engine.wrap(model, auto_wrap_policy=None, ignored_modules=[model])
-    return warned("ignor", caught), {type(parameter) for parameter in wrapped.parameters()}
+    call = functools.partial(engine.wrap, model, auto_wrap_policy=None, ignored_modules=[model])
+    warned, wrapped = warning_of("ignor", call)
+    return warned, {type(parameter) for parameter in wrapped.parameters()}
 
 
-@case(ARGUMENTS, "ignored_modules", "together with `ignored_states`")
+@argument("ignored_modules", "together with `ignored_states`")
 def _(engine: Engine) -> Any:
     model = build()
     return engine.wrap(model, ignored_modules=[model.out], ignored_states=[model.out])
 
 
-@case(ARGUMENTS, "ignored_states", "parameters")
+@argument("ignored_states", "parameters")
 def _(engine: Engine) -> Any:
     model = build()
     wrapped = engine.wrap(model, ignored_states=[model.out.weight])
     return engine.trained(wrapped), type(model.out.weight) is nn.Parameter
 
 
-@case(ARGUMENTS, "ignored_states", "modules and parameters mixed")
+@argument("ignored_states", "modules and parameters mixed")
 def _(engine: Engine) -> Any:
     model = build()
     return engine.wrap(model, ignored_states=[model.out, model.inp.weight])
 
 
-@case(ARGUMENTS, "param_init_fn", "modules on the meta device get its values")
+@argument("param_init_fn", "modules on the meta device get its values")
 def _(engine: Engine) -> Any:
     def fill(module: nn.Module) -> None:
         module.to_empty(device=CPU, recurse=False)
         for number, parameter in enumerate(module.parameters(recurse=False), 1):
             nn.init.constant_(parameter, number)
 
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))
-    return engine.state(engine.wrap(model, param_init_fn=fill))
+    return engine.state(engine.wrap(small().to("meta"), param_init_fn=fill))
 
 
-@case(ARGUMENTS, "param_init_fn", "none, and a module with `reset_parameters()`")
+@argument("param_init_fn", "none, and a module with `reset_parameters()`")
 def _(engine: Engine) -> Any:
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))
-    return lengths(engine.state(engine.wrap(model)))
+    state = engine.state(engine.wrap(small().to("meta")))
+    return types(state), [tuple(value.shape) for value in state.values()]
 
 
 for _device in ("cpu", CPU):
 
-    @case(ARGUMENTS, "device_id", f"`{_device!r}`")
+    @argument("device_id", f"`{_device!r}`")
     def _(engine: Engine, device: Any = _device) -> Any:
         return str(engine.wrap(device_id=device).compute_device)
 
 
-@case(ARGUMENTS, "device_id", "none, on a machine without accelerator", "differs: the CPU (stock: RuntimeError)")
-def _(engine: Engine) -> Any:
-    return engine.trained(engine.wrap(device_id=None))
-
-
-@case(
-    ARGUMENTS,
+argument(
+    "device_id",
+    "none, on a machine without accelerator",
+    lambda engine: engine.trained(engine.wrap(device_id=None)),
+    differs="the CPU (stock: RuntimeError)",
+)
+argument(
     "device_id",
     "an index, on a machine without accelerator",
-    "refused: ValueError, pass torch.device('cpu') (stock: RuntimeError)",
-    "this process has no accelerator",
+    lambda engine: engine.wrap(device_id=0),
+    refused="ValueError, pass torch.device('cpu') (stock: RuntimeError)",
+    error="this process has no accelerator",
 )
-def _(engine: Engine) -> Any:
-    return engine.wrap(device_id=0)
 
 
-@case(
-    ARGUMENTS,
+@argument(
     "sync_module_states",
     "rank 0's parameters and buffers on all ranks, on a machine without accelerator",
-    "differs: also there (stock: ValueError)",
+    differs="also there (stock: ValueError)",
 )
 def _(engine: Engine) -> Any:
     torch.manual_seed(engine.rank)
@@ -392,43 +417,37 @@ def _(engine: Engine) -> Any:
 for _argument in ("forward_prefetch", "limit_all_gathers"):
     for _value in (True, False):
 
-        @case(ARGUMENTS, _argument, f"`{_value}`")
+        @argument(_argument, f"`{_value}`")
         def _(engine: Engine, argument: str = _argument, value: bool = _value) -> Any:
             return engine.losses(**{argument: value})
 
 
-@case(ARGUMENTS, "use_orig_params", "`False`: losses and weights")
-def _(engine: Engine) -> Any:
-    return engine.losses(use_orig_params=False)
+_NAME = "use_orig_params"
+argument(_NAME, "`False`: losses and weights", lambda engine: engine.losses(use_orig_params=False))
+argument(
+    _NAME,
+    "`False` and parameters that are frozen in part",
+    lambda engine: engine.wrap(with_frozen("out.weight"), use_orig_params=False),
+)
+argument(
+    _NAME,
+    "`True` and parameters that are frozen in part",
+    lambda engine: engine.losses(model=with_frozen("out.weight")),
+)
 
 
-@case(ARGUMENTS, "use_orig_params", "`False` and parameters that are frozen in part")
-def _(engine: Engine) -> Any:
-    model = build()
-    model.out.weight.requires_grad_(False)
-    return engine.wrap(model, use_orig_params=False)
-
-
-@case(ARGUMENTS, "use_orig_params", "`True` and parameters that are frozen in part")
-def _(engine: Engine) -> Any:
-    model = build()
-    model.out.weight.requires_grad_(False)
-    return engine.losses(model=model)
-
-
-@case(ARGUMENTS, "use_orig_params", "`True` and an optimizer that was built before wrapping")
+@argument(_NAME, "`True` and an optimizer that was built before wrapping")
 def _(engine: Engine) -> Any:
     model = build()
     optimizer = OPTIMIZERS["adam"](model.parameters())
     return engine.trained(engine.wrap(model), optimizer, 3)
 
 
-@case(
-    ARGUMENTS,
-    "use_orig_params",
+@argument(
+    _NAME,
     "`False` and an optimizer that was built before wrapping",
-    "refused: RuntimeError in its step (stock trains nothing)",
-    "this SGD holds a plain tensor for parameter 'inp.weight', from before it was sharded",
+    refused="RuntimeError in its step (stock trains nothing)",
+    error="this SGD holds a plain tensor for parameter 'inp.weight', from before it was sharded",
 )
 def _(engine: Engine) -> Any:
     model = build()
@@ -436,68 +455,59 @@ def _(engine: Engine) -> Any:
     return engine.trained(engine.wrap(model, use_orig_params=False), optimizer)
 
 
-@case(
-    ARGUMENTS,
-    "use_orig_params",
+argument(
+    _NAME,
     "`False`: how many parameters there are",
-    "differs: as many as the model has (stock: one for each unit)",
+    lambda engine: len(list(engine.wrap(use_orig_params=False).parameters())),
+    differs="as many as the model has (stock: one for each unit)",
 )
+
+
+@argument(_NAME, "gradients of parameters that backward did not reach, in a unit that ran")
 def _(engine: Engine) -> Any:
-    return len(list(engine.wrap(use_orig_params=False).parameters()))
-
-
-@case(ARGUMENTS, "use_orig_params", "gradients of parameters that backward did not reach, in a unit that ran")
-def _(engine: Engine) -> Any:
-    class Half(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.used, self.unused = nn.Linear(4, 4), nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.used(x)
-
     torch.manual_seed(0)
-    model = engine.wrap(Half())
+    half = Composed(lambda m, x: m.used(x), used=nn.Linear(4, 4), unused=nn.Linear(4, 4))
+    model = engine.wrap(half)
     model(torch.ones(1, 4)).sum().backward()
     return {name: None if one is None else one.abs().sum() > 0 for name, one in engine.gradients(model).items()}
 
 
-@case(ARGUMENTS, "device_mesh", "1-D")
-def _(engine: Engine) -> Any:
-    return engine.losses(device_mesh=init_device_mesh("cpu", (2,)))
+argument("device_mesh", "1-D", lambda engine: engine.losses(device_mesh=init_device_mesh("cpu", (2,))))
 
 
-@case(ARGUMENTS, "device_mesh", "2-D without names and HYBRID_SHARD: the mesh of a SHARDED state dict")
+@argument("device_mesh", "2-D without names and HYBRID_SHARD: the mesh of a SHARDED state dict")
 def _(engine: Engine) -> Any:
-    mesh, names = init_device_mesh("cpu", (1, 2)), engine.api
-    model = engine.wrap(device_mesh=mesh, sharding_strategy=names.ShardingStrategy.HYBRID_SHARD)
-    with engine.fsdp.state_dict_type(model, names.StateDictType.SHARDED_STATE_DICT):
+    mesh = init_device_mesh("cpu", (1, 2))
+    model = engine.wrap(device_mesh=mesh, strategy="HYBRID_SHARD")
+    with engine.kind(model, "SHARDED"):
         value = model.state_dict()["inp.weight"]
     return value.device_mesh == mesh, value.device_mesh.mesh_dim_names, str(value.placements)
 
 
-@case(ARGUMENTS, "device_mesh", "together with `process_group`")
-def _(engine: Engine) -> Any:
-    return engine.wrap(device_mesh=init_device_mesh("cpu", (2,)), process_group=dist.group.WORLD)
+argument(
+    "device_mesh",
+    "together with `process_group`",
+    lambda engine: engine.wrap(device_mesh=init_device_mesh("cpu", (2,)), process_group=dist.group.WORLD),
+)
 
 
 # -- methods -----------------------------------------------------------------------------------------------------------
 
 
-@case(METHODS, "module", "the wrapped module")
+@method("module", "the wrapped module")
 def _(engine: Engine) -> Any:
     model = build()
     return engine.wrap(model).module is model
 
 
-@case(METHODS, "forward", "the types of the module and of its `modules()`")
+@method("forward", "the types of the module and of its `modules()`")
 def _(engine: Engine) -> Any:
     model = engine.wrap()
     names = [type(one).__name__ for one in model.modules()]
     return type(model) is engine.fsdp, isinstance(model, torch.distributed.fsdp.FSDPModule), names
 
 
-@case(METHODS, "forward", "attributes and items of the wrapped module")
+@method("forward", "attributes and items of the wrapped module")
 def _(engine: Engine) -> Any:
     model = engine.wrap(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)))
     return model[1].out_features, hasattr(model, "nothing"), model.training
@@ -513,7 +523,7 @@ class _OfPairs(nn.Linear):
         return _Pair(super().forward(pair.first), pair.second)
 
 
-@case(METHODS, "forward", "named tuples in and out, with a backward hook")
+@method("forward", "named tuples in and out, with a backward hook")
 def _(engine: Engine) -> Any:
     model, seen = engine.wrap(_OfPairs(4, 4), auto_wrap_policy=None), []
     model.register_full_backward_hook(lambda module, into, out: seen.append((*into, *out)))
@@ -524,17 +534,16 @@ def _(engine: Engine) -> Any:
     return type(pair) is _Pair, seen, x.grad, engine.gradients(model)
 
 
-@case(METHODS, "params", "its type", "same")
-def _(engine: Engine) -> Any:
-    return type(engine.wrap().params).__name__
+method("params", "its type", lambda engine: type(engine.wrap().params).__name__)
+method(
+    "params",
+    "how many",
+    lambda engine: len(engine.wrap().params),
+    differs="the unit's parameters, one by one (stock: its flat parameter)",
+)
 
 
-@case(METHODS, "params", "how many", "differs: the unit's parameters, one by one (stock: its flat parameter)")
-def _(engine: Engine) -> Any:
-    return len(engine.wrap().params)
-
-
-@case(METHODS, "check_is_root", "of the root and of a unit below")
+@method("check_is_root", "of the root and of a unit below")
 def _(engine: Engine) -> Any:
     model = engine.wrap()
     return model.check_is_root(), model.blocks[0].check_is_root()
@@ -542,104 +551,93 @@ def _(engine: Engine) -> Any:
 
 for _root_only in (False, True):
 
-    @case(METHODS, "fsdp_modules", f"`root_only={_root_only}`")
+    @method("fsdp_modules", f"`root_only={_root_only}`")
     def _(engine: Engine, root_only: bool = _root_only) -> Any:
         return len(engine.fsdp.fsdp_modules(nn.Sequential(engine.wrap()), root_only))
 
 
-@case(METHODS, "apply", "sees whole parameters, whose changes stay")
+@method("apply", "sees whole parameters, whose changes stay")
 def _(engine: Engine) -> Any:
+    @torch.no_grad()
     def double(module: nn.Module) -> None:
         if isinstance(module, nn.Linear):
-            with torch.no_grad():
-                module.weight.mul_(2)
+            module.weight.mul_(2)
 
+    return engine.state(engine.wrap().apply(double))
+
+
+def outside_and_inside(engine: Engine, names: Callable[[Any], Any]) -> Any:
+    """Names outside of `summon_full_params` and inside."""
     model = engine.wrap()
-    model.apply(double)
-    return engine.state(model)
-
-
-@case(METHODS, "named_parameters", "names outside and inside `summon_full_params`")
-def _(engine: Engine) -> Any:
-    model = engine.wrap()
-    outside = [name for name, _ in model.named_parameters(prefix="p")]
+    outside = [name for name, _ in names(model)]
     with engine.fsdp.summon_full_params(model):
-        return outside, [name for name, _ in model.named_parameters(prefix="p")]
+        return outside, [name for name, _ in names(model)]
 
 
-@case(
-    METHODS,
+method(
+    "named_parameters",
+    "names outside and inside `summon_full_params`",
+    lambda engine: outside_and_inside(engine, lambda model: model.named_parameters(prefix="p")),
+)
+method(
     "named_parameters",
     "names with `use_orig_params=False`, outside `summon_full_params`",
-    "differs: those of the model's parameters, with the prefix of wrapping (stock: `..._flat_param`)",
+    lambda engine: [name for name, _ in engine.wrap(use_orig_params=False).named_parameters()],
+    differs="those of the model's parameters, with the prefix of wrapping (stock: `..._flat_param`)",
 )
-def _(engine: Engine) -> Any:
-    return [name for name, _ in engine.wrap(use_orig_params=False).named_parameters()]
+method(
+    "named_buffers",
+    "names outside and inside `summon_full_params`",
+    lambda engine: outside_and_inside(engine, lambda model: model.named_buffers()),
+)
 
+for _kind in ("FULL", "SHARDED", "LOCAL"):
 
-@case(METHODS, "named_buffers", "names outside and inside `summon_full_params`")
-def _(engine: Engine) -> Any:
-    model = engine.wrap()
-    outside = [name for name, _ in model.named_buffers()]
-    with engine.fsdp.summon_full_params(model):
-        return outside, [name for name, _ in model.named_buffers()]
-
-
-KINDS = ("FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT")
-
-for _kind in KINDS:
-
-    @case(METHODS, "set_state_dict_type", f"`{_kind}`: names and types of `state_dict()`, and the previous type")
+    @method("set_state_dict_type", f"`{_kind}_STATE_DICT`: names and types of `state_dict()`, and the previous type")
     def _(engine: Engine, kind: str = _kind) -> Any:
-        names = engine.api
         model = engine.wrap(use_orig_params=False)
-        before = engine.fsdp.set_state_dict_type(model, names.StateDictType[kind])
-        state = {name: type(value).__name__ for name, value in model.state_dict().items()}
-        return state, before.state_dict_type.name, type(before.state_dict_config).__name__
+        before = engine.fsdp.set_state_dict_type(model, engine.api.StateDictType[f"{kind}_STATE_DICT"])
+        return types(model.state_dict()), before.state_dict_type.name, type(before.state_dict_config).__name__
 
-    @case(METHODS, "state_dict", f"`{_kind}` with `use_orig_params=True`: names and types")
+    @method("state_dict", f"`{_kind}_STATE_DICT` with `use_orig_params=True`: names and types")
     def _(engine: Engine, kind: str = _kind) -> Any:
         model = engine.wrap()
-        with engine.fsdp.state_dict_type(model, engine.api.StateDictType[kind]):
-            return {name: type(value).__name__ for name, value in model.state_dict().items()}
+        with engine.kind(model, kind):
+            return types(model.state_dict())
 
-    @case(METHODS, "state_dict_type", f"`{_kind}`: a state dict loads into another model")
+    @method("state_dict_type", f"`{_kind}_STATE_DICT`: a state dict loads into another model")
     def _(engine: Engine, kind: str = _kind) -> Any:
-        names = engine.api
         model, other = engine.wrap(use_orig_params=False), engine.wrap(build(1), use_orig_params=False)
-        with engine.fsdp.state_dict_type(model, names.StateDictType[kind]):
+        with engine.kind(model, kind):
             state = model.state_dict()
-        with engine.fsdp.state_dict_type(other, names.StateDictType[kind]):
+        with engine.kind(other, kind):
             other.load_state_dict(state)
         return engine.state(other)
 
 
-@case(METHODS, "state_dict_type", "a configuration of another type")
+@method("state_dict_type", "a configuration of another type")
 def _(engine: Engine) -> Any:
     names, model = engine.api, engine.wrap()
     with engine.fsdp.state_dict_type(model, names.StateDictType.FULL_STATE_DICT, names.ShardedStateDictConfig()):
         return "accepted"
 
 
-@case(METHODS, "state_dict_type", "the type after an exception inside", "differs: the old one (stock: the new one)")
+@method("state_dict_type", "the type after an exception inside", differs="the old one (stock: the new one)")
 def _(engine: Engine) -> Any:
-    names, model = engine.api, engine.wrap()
-    with (
-        contextlib.suppress(ZeroDivisionError),
-        engine.fsdp.state_dict_type(model, names.StateDictType.SHARDED_STATE_DICT),
-    ):
+    model = engine.wrap()
+    with contextlib.suppress(ZeroDivisionError), engine.kind(model, "SHARDED"):
         raise ZeroDivisionError
     return engine.fsdp.get_state_dict_type(model).state_dict_type.name
 
 
-@case(METHODS, "get_state_dict_type", "units with different types")
+@method("get_state_dict_type", "units with different types")
 def _(engine: Engine) -> Any:
     model = engine.wrap()
     engine.fsdp.set_state_dict_type(model.blocks[0], engine.api.StateDictType.SHARDED_STATE_DICT)
     return engine.fsdp.get_state_dict_type(model)
 
 
-@case(METHODS, "summon_full_params", "values, shapes and names")
+@method("summon_full_params", "values, shapes and names")
 def _(engine: Engine) -> Any:
     model = engine.wrap()
     with engine.fsdp.summon_full_params(model):
@@ -648,7 +646,7 @@ def _(engine: Engine) -> Any:
 
 for _writeback in (True, False):
 
-    @case(METHODS, "summon_full_params", f"`writeback={_writeback}`: in-place changes afterwards")
+    @method("summon_full_params", f"`writeback={_writeback}`: in-place changes afterwards")
     def _(engine: Engine, writeback: bool = _writeback) -> Any:
         model = engine.wrap()
         with engine.fsdp.summon_full_params(model, writeback=writeback), torch.no_grad():
@@ -656,65 +654,45 @@ for _writeback in (True, False):
         return engine.state(model)
 
 
-@case(METHODS, "summon_full_params", "`writeback=True` and `rank0_only=True`")
+@method("summon_full_params", "`writeback=True` and `rank0_only=True`")
 def _(engine: Engine) -> Any:
     with engine.fsdp.summon_full_params(engine.wrap(), writeback=True, rank0_only=True):
         return "accepted"
 
 
-@case(METHODS, "summon_full_params", "inside itself")
+@method("summon_full_params", "inside itself")
 def _(engine: Engine) -> Any:
     model = engine.wrap()
     with contextlib.redirect_stderr(None), engine.fsdp.summon_full_params(model), engine.fsdp.summon_full_params(model):
         return "accepted"
 
 
-@case(METHODS, "summon_full_params", "`recurse=False`")
+@method("summon_full_params", "`recurse=False`")
 def _(engine: Engine) -> Any:
     model = engine.wrap()
     with engine.fsdp.summon_full_params(model, recurse=False):
         return tuple(model.module.out.weight.shape), type(model.module.out.weight).__name__
 
 
-@case(METHODS, "summon_full_params", "`with_grads=True`")
-def _(engine: Engine) -> Any:
-    model = engine.wrap()
-    loss_of(model, engine.rank, 0).backward()
-    return engine.gradients(model)
-
-
-@case(
-    METHODS,
+method("summon_full_params", "`with_grads=True`", lambda engine: engine.after("backward"))
+method(
     "summon_full_params",
     "`with_grads=True` and `use_orig_params=False`",
-    "differs: gives gradients (stock: NotImplementedError)",
+    lambda engine: types(engine.gradients(engine.after_backward(use_orig_params=False))),
+    differs="gives gradients (stock: NotImplementedError)",
 )
-def _(engine: Engine) -> Any:
-    model = engine.wrap(use_orig_params=False)
-    loss_of(model, engine.rank, 0).backward()
-    return [one is not None for one in engine.gradients(model).values()]
-
-
-@case(
-    METHODS,
+method(
     "summon_full_params",
     "`with_grads=True`: gradients of frozen parameters",
-    "differs: None (stock: zeros, if others of the unit have gradients)",
+    lambda engine: (
+        engine.gradients(engine.after_backward(model=with_frozen("inp.weight"), auto_wrap_policy=None))["inp.weight"]
+        is None
+    ),
+    differs="None (stock: zeros, if others of the unit have gradients)",
 )
-def _(engine: Engine) -> Any:
-    model = build()
-    model.inp.weight.requires_grad_(False)
-    wrapped = engine.wrap(model, auto_wrap_policy=None)
-    loss_of(wrapped, engine.rank, 0).backward()
-    return engine.gradients(wrapped)["inp.weight"] is None
 
 
-@case(
-    METHODS,
-    "summon_full_params",
-    "`parameter.data = ...` inside",
-    "differs: is written back (stock drops it)",
-)
+@method("summon_full_params", "`parameter.data = ...` inside", differs="is written back (stock drops it)")
 def _(engine: Engine) -> Any:
     model = engine.wrap()
     with engine.fsdp.summon_full_params(model):
@@ -725,9 +703,9 @@ def _(engine: Engine) -> Any:
 
 for _strategy in ("FULL_SHARD", "NO_SHARD"):
 
-    @case(METHODS, "summon_full_params", f"changes between forward and backward, with `{_strategy}`")
+    @method("summon_full_params", f"changes between forward and backward, with `{_strategy}`")
     def _(engine: Engine, strategy: str = _strategy) -> Any:
-        model = engine.wrap(sharding_strategy=engine.api.ShardingStrategy[strategy])
+        model = engine.wrap(strategy=strategy)
         loss = loss_of(model, engine.rank, 0)
         with engine.fsdp.summon_full_params(model), torch.no_grad():
             model.out.weight.mul_(2)
@@ -735,62 +713,34 @@ for _strategy in ("FULL_SHARD", "NO_SHARD"):
         return engine.gradients(model)
 
 
-@case(METHODS, "no_sync", "accumulation: gradients after the synchronised backward")
-def _(engine: Engine) -> Any:
-    model = engine.wrap()
-    with model.no_sync():
-        loss_of(model, engine.rank, 0).backward()
-    loss_of(model, engine.rank, 1).backward()
-    return engine.gradients(model)
-
-
-@case(
-    METHODS,
+method(
+    "no_sync",
+    "accumulation: gradients after the synchronised backward",
+    lambda engine: engine.after("no_sync", "backward"),
+)
+method(
     "no_sync",
     "`optimizer.zero_grad()` after a backward inside",
-    "differs: keeps the gradient of that backward (stock drops it); call `model.zero_grad()`",
+    lambda engine: engine.after("no_sync", "optimizer.zero_grad", "backward"),
+    differs="keeps the gradient of that backward (stock drops it); call `model.zero_grad()`",
 )
-def _(engine: Engine) -> Any:
-    model = engine.wrap()
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
-    with model.no_sync():
-        loss_of(model, engine.rank, 0).backward()
-    optimizer.zero_grad()
-    loss_of(model, engine.rank, 1).backward()
-    return engine.gradients(model)
-
-
-@case(METHODS, "no_sync", "`model.zero_grad()` after a backward inside")
-def _(engine: Engine) -> Any:
-    model = engine.wrap()
-    with model.no_sync():
-        loss_of(model, engine.rank, 0).backward()
-    model.zero_grad()
-    loss_of(model, engine.rank, 1).backward()
-    return engine.gradients(model)
-
-
-@case(
-    METHODS,
+method(
+    "no_sync",
+    "`model.zero_grad()` after a backward inside",
+    lambda engine: engine.after("no_sync", "model.zero_grad", "backward"),
+)
+method(
     "no_sync",
     "`model.zero_grad()` after a synchronised backward and one inside",
-    "differs: drops both gradients (stock keeps the synchronised one)",
+    lambda engine: engine.after("backward", "no_sync", "model.zero_grad", "backward"),
+    differs="drops both gradients (stock keeps the synchronised one)",
 )
-def _(engine: Engine) -> Any:
-    model = engine.wrap()
-    loss_of(model, engine.rank, 0).backward()
-    with model.no_sync():
-        loss_of(model, engine.rank, 1).backward()
-    model.zero_grad()
-    loss_of(model, engine.rank, 2).backward()
-    return engine.gradients(model)
 
 
-@case(
-    METHODS,
+@method(
     "no_sync",
     "the type of `parameter.grad` after a backward inside",
-    "differs: None (stock: this rank's whole gradient)",
+    differs="None (stock: this rank's whole gradient)",
 )
 def _(engine: Engine) -> Any:
     model = engine.wrap(nn.Linear(4, 4), auto_wrap_policy=None)
@@ -799,7 +749,7 @@ def _(engine: Engine) -> Any:
     return [type(parameter.grad).__name__ for parameter in model.parameters()]
 
 
-@case(METHODS, "no_sync", "on a unit below the root")
+@method("no_sync", "on a unit below the root")
 def _(engine: Engine) -> Any:
     model = engine.wrap()
     model(batch(engine.rank, 0)[0])
@@ -809,135 +759,121 @@ def _(engine: Engine) -> Any:
 
 for _norm in (2.0, 1.0, float("inf")):
 
-    @case(METHODS, "clip_grad_norm_", f"norm {_norm:g}: the norm and the gradients")
+    @method("clip_grad_norm_", f"norm {_norm:g}: the norm and the gradients")
     def _(engine: Engine, norm: float = _norm) -> Any:
-        model = engine.wrap()
-        loss_of(model, engine.rank, 0).backward()
+        model = engine.after_backward()
         return model.clip_grad_norm_(0.05, norm), engine.gradients(model)
 
 
-@case(METHODS, "clip_grad_norm_", "on a unit below the root")
-def _(engine: Engine) -> Any:
-    model = engine.wrap()
-    loss_of(model, engine.rank, 0).backward()
-    return model.blocks[0].clip_grad_norm_(0.05)
-
-
-@case(METHODS, "clip_grad_norm_", "without gradients: warns, gives zero")
-def _(engine: Engine) -> Any:
-    model = engine.wrap()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        norm = model.clip_grad_norm_(0.05)
-    return norm, warned("no gradients", caught)
+_NAME = "clip_grad_norm_"
+method(_NAME, "on a unit below the root", lambda engine: engine.after_backward().blocks[0].clip_grad_norm_(0.05))
+method(
+    _NAME,
+    "without gradients: warns, gives zero",
+    lambda engine: warning_of("no gradients", lambda: engine.wrap().clip_grad_norm_(0.05)),
+)
 
 
 def momentum(state: dict[str, Any]) -> dict[str, Tensor]:
     return {name: value["momentum_buffer"] for name, value in sorted(state["state"].items())}
 
 
-@case(METHODS, "full_optim_state_dict", "names and values")
-def _(engine: Engine) -> Any:
-    model, optimizer = engine.stepped()
-    return momentum(engine.fsdp.full_optim_state_dict(model, optimizer, rank0_only=False))
+def full_state(engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return engine.fsdp.full_optim_state_dict(model, optimizer, rank0_only=False)
 
 
-@case(METHODS, "full_optim_state_dict", "groups of parameters")
+method("full_optim_state_dict", "names and values", lambda engine: momentum(full_state(engine, *engine.stepped())))
+
+
+@method("full_optim_state_dict", "groups of parameters")
 def _(engine: Engine) -> Any:
-    model, optimizer = engine.stepped()
-    groups = engine.fsdp.full_optim_state_dict(model, optimizer, rank0_only=False)["param_groups"]
+    groups = full_state(engine, *engine.stepped())["param_groups"]
     return [(group["lr"], group["momentum"], sorted(group["params"])) for group in groups]
 
 
-@case(METHODS, "full_optim_state_dict", "on ranks whose optimizers list parameters in another order")
+@method("full_optim_state_dict", "on ranks whose optimizers list parameters in another order")
 def _(engine: Engine) -> Any:
     model = engine.wrap()
     parameters = list(model.parameters())
     optimizer = OPTIMIZERS["momentum"](parameters if engine.rank == 0 else parameters[::-1])
     engine.trained(model, optimizer)
-    return momentum(engine.fsdp.full_optim_state_dict(model, optimizer, rank0_only=False))
+    return momentum(full_state(engine, model, optimizer))
 
 
-@case(METHODS, "sharded_optim_state_dict", "names and types")
+@method("sharded_optim_state_dict", "names and types")
 def _(engine: Engine) -> Any:
     model, optimizer = engine.stepped()
-    with engine.fsdp.state_dict_type(model, engine.api.StateDictType.SHARDED_STATE_DICT):
-        state = engine.fsdp.sharded_optim_state_dict(model, optimizer)["state"]
-    return {name: type(value["momentum_buffer"]).__name__ for name, value in sorted(state.items())}
+    with engine.kind(model, "SHARDED"):
+        return types(momentum(engine.fsdp.sharded_optim_state_dict(model, optimizer)))
 
 
-def reloaded(engine: Engine, convert: Callable[[Any, Any, Any], Any]) -> Any:
-    """Losses of a second model that goes on with the weights and the optimizer state of a first."""
-    model, optimizer = engine.stepped()
-    other = engine.wrap(build(1))
-    other.load_state_dict(engine.state(model))
-    its = OPTIMIZERS["momentum"](other.parameters())
-    its.load_state_dict(convert((model, optimizer), other, its))
-    return engine.trained(other, its)
+def reloads(name: str) -> Any:
+    """A case of a conversion `convert(engine, first, model, optimizer)`: training goes on with its state.
+
+    `first` are a model and its optimizer, `model` and `optimizer` those that go on with the weights and the state.
+    """
+
+    def decorate(convert: Callable[..., Any]) -> None:
+        @method(name, "training goes on")
+        def _(engine: Engine) -> Any:
+            first = engine.stepped()
+            model = engine.wrap(build(1))
+            model.load_state_dict(engine.state(first[0]))
+            optimizer = OPTIMIZERS["momentum"](model.parameters())
+            optimizer.load_state_dict(convert(engine, first, model, optimizer))
+            return engine.trained(model, optimizer)
+
+    return decorate
 
 
-@case(METHODS, "shard_full_optim_state_dict", "training goes on")
-def _(engine: Engine) -> Any:
-    def convert(first: Any, model: Any, optimizer: Any) -> Any:
-        state = engine.fsdp.full_optim_state_dict(*first, rank0_only=False)
-        return engine.fsdp.shard_full_optim_state_dict(state, model, optim=optimizer)
-
-    return reloaded(engine, convert)
+@reloads("shard_full_optim_state_dict")
+def _(engine: Engine, first: Any, model: Any, optimizer: Any) -> Any:
+    return engine.fsdp.shard_full_optim_state_dict(full_state(engine, *first), model, optim=optimizer)
 
 
-@case(METHODS, "scatter_full_optim_state_dict", "training goes on")
-def _(engine: Engine) -> Any:
-    def convert(first: Any, model: Any, optimizer: Any) -> Any:
-        state = engine.fsdp.full_optim_state_dict(*first)
-        return engine.fsdp.scatter_full_optim_state_dict(state if engine.rank == 0 else None, model, optim=optimizer)
-
-    return reloaded(engine, convert)
+@reloads("scatter_full_optim_state_dict")
+def _(engine: Engine, first: Any, model: Any, optimizer: Any) -> Any:
+    state = engine.fsdp.full_optim_state_dict(*first)
+    return engine.fsdp.scatter_full_optim_state_dict(state if engine.rank == 0 else None, model, optim=optimizer)
 
 
-@case(METHODS, "flatten_sharded_optim_state_dict", "training goes on")
-def _(engine: Engine) -> Any:
-    def convert(first: Any, model: Any, optimizer: Any) -> Any:
-        kind = engine.api.StateDictType.SHARDED_STATE_DICT
-        with engine.fsdp.state_dict_type(first[0], kind), engine.fsdp.state_dict_type(model, kind):
-            state = engine.fsdp.sharded_optim_state_dict(*first)
-            return engine.fsdp.flatten_sharded_optim_state_dict(state, model, optimizer)
-
-    return reloaded(engine, convert)
+@reloads("flatten_sharded_optim_state_dict")
+def _(engine: Engine, first: Any, model: Any, optimizer: Any) -> Any:
+    with engine.kind(first[0], "SHARDED"), engine.kind(model, "SHARDED"):
+        state = engine.fsdp.sharded_optim_state_dict(*first)
+        return engine.fsdp.flatten_sharded_optim_state_dict(state, model, optimizer)
 
 
-@case(METHODS, "optim_state_dict", "FULL: names and values")
-def _(engine: Engine) -> Any:
-    return momentum(engine.fsdp.optim_state_dict(*engine.stepped()))
+method(
+    "optim_state_dict",
+    "FULL: names and values",
+    lambda engine: momentum(engine.fsdp.optim_state_dict(*engine.stepped())),
+)
 
 
-@case(
-    METHODS,
+@method(
     "optim_state_dict",
     "tensors of NO_SHARD, after the next step",
-    "differs: copies, which stay (stock: the optimizer's own tensors)",
+    differs="copies, which stay (stock: the optimizer's own tensors)",
 )
 def _(engine: Engine) -> Any:
-    model, optimizer = engine.stepped(sharding_strategy=engine.api.ShardingStrategy.NO_SHARD)
+    model, optimizer = engine.stepped(strategy="NO_SHARD")
     state = momentum(engine.fsdp.optim_state_dict(model, optimizer))
     before = {name: value.clone() for name, value in state.items()}
     engine.trained(model, optimizer)
     return [torch.equal(before[name], state[name]) for name in before]
 
 
-@case(METHODS, "optim_state_dict_to_load", "training goes on")
-def _(engine: Engine) -> Any:
-    def convert(first: Any, model: Any, optimizer: Any) -> Any:
-        return engine.fsdp.optim_state_dict_to_load(model, optimizer, engine.fsdp.optim_state_dict(*first))
-
-    return reloaded(engine, convert)
+@reloads("optim_state_dict_to_load")
+def _(engine: Engine, first: Any, model: Any, optimizer: Any) -> Any:
+    return engine.fsdp.optim_state_dict_to_load(model, optimizer, engine.fsdp.optim_state_dict(*first))
 
 
-@case(
-    METHODS,
+@method(
     "optim_state_dict_to_load",
     "groups that hold other parameters than in the state dict",
-    "refused: ValueError with the names (stock swaps state of one shape)",
-    "which the optimizer has in another group",
+    refused="ValueError with the names (stock swaps state of one shape)",
+    error="which the optimizer has in another group",
 )
 def _(engine: Engine) -> Any:
     model = engine.wrap(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), auto_wrap_policy=None)
@@ -950,7 +886,7 @@ def _(engine: Engine) -> Any:
     return "accepted"
 
 
-@case(METHODS, "rekey_optim_state_dict", "names for numbers")
+@method("rekey_optim_state_dict", "names for numbers")
 def _(engine: Engine) -> Any:
     model = build()
     optimizer = OPTIMIZERS["momentum"](model.parameters())
@@ -960,71 +896,52 @@ def _(engine: Engine) -> Any:
     return list(state["state"]), [group["params"] for group in state["param_groups"]]
 
 
-@case(METHODS, "register_comm_hook", "torch's `allreduce_hook` and `reduce_scatter_hook`")
-def _(engine: Engine) -> Any:
+def hooked(engine: Engine, times: int) -> Any:
     model = engine.wrap()
-    model.register_comm_hook(default_hooks.DefaultState(dist.group.WORLD), default_hooks.reduce_scatter_hook)
+    for _ in range(times):
+        model.register_comm_hook(default_hooks.DefaultState(dist.group.WORLD), default_hooks.reduce_scatter_hook)
     return engine.trained(model)
 
 
-@case(METHODS, "register_comm_hook", "a second one")
-def _(engine: Engine) -> Any:
-    model = engine.wrap()
-    for _ in range(2):
-        model.register_comm_hook(default_hooks.DefaultState(dist.group.WORLD), default_hooks.reduce_scatter_hook)
+_NAME = "register_comm_hook"
+method(_NAME, "torch's `allreduce_hook` and `reduce_scatter_hook`", lambda engine: hooked(engine, 1))
+method(_NAME, "a second one", lambda engine: hooked(engine, 2))
+for _name in ("_flat_param", "_handle"):
 
-
-@case(
-    METHODS,
-    "_flat_param",
-    "of an FSDP module",
-    "refused: AttributeError, there is no flat parameter",
-    "there is no flat parameter here",
-)
-def _(engine: Engine) -> Any:
-    return type(engine.wrap(use_orig_params=False)._flat_param).__name__
-
-
-@case(
-    METHODS,
-    "_handle",
-    "of an FSDP module",
-    "refused: AttributeError, there is no flat parameter",
-    "there is no flat parameter here",
-)
-def _(engine: Engine) -> Any:
-    return type(engine.wrap()._handle).__name__
+    @method(
+        _name,
+        "of an FSDP module",
+        refused="AttributeError, there is no flat parameter",
+        error="there is no flat parameter here",
+    )
+    def _(engine: Engine, name: str = _name) -> Any:
+        return type(getattr(engine.wrap(use_orig_params=False), name)).__name__
 
 
 # -- writes of scripts -------------------------------------------------------------------------------------------------
 
 
-WRITES = "Writing to parameters"
-
-
-@case(
-    WRITES,
+@write(
     "parameter.data = ...",
     "outside `summon_full_params`",
-    "refused: RuntimeError in the next forward, `state_dict()` or `summon_full_params` (stock writes it back)",
-    "the data of parameter 'weight' was replaced",
+    refused="RuntimeError in the next forward, `state_dict()` or `summon_full_params` (stock writes it back)",
+    error="the data of parameter 'weight' was replaced",
 )
 def _(engine: Engine) -> Any:
-    model = engine.wrap(nn.Linear(8, 8), auto_wrap_policy=None)
+    model = engine.layer()
     for parameter in model.parameters():
         parameter.data = parameter.data * 2
     return model(torch.ones(1, 8))
 
 
-@case(
-    WRITES,
+@write(
     "parameter.grad.data = ...",
     "before a step",
-    "refused: RuntimeError in the step (stock steps with it)",
-    "the data of the gradient of parameter 'weight' was replaced",
+    refused="RuntimeError in the step (stock steps with it)",
+    error="the data of the gradient of parameter 'weight' was replaced",
 )
 def _(engine: Engine) -> Any:
-    model = engine.wrap(nn.Linear(8, 8), auto_wrap_policy=None)
+    model = engine.layer()
     model(torch.ones(1, 8)).sum().backward()
     for parameter in model.parameters():
         if parameter.grad is not None:
@@ -1032,7 +949,7 @@ def _(engine: Engine) -> Any:
     return OPTIMIZERS["sgd"](model.parameters()).step()
 
 
-@case(WRITES, "parameter.data.mul_(...)", "outside `summon_full_params`")
+@write("parameter.data.mul_(...)", "outside `summon_full_params`")
 def _(engine: Engine) -> Any:
     model = engine.wrap()
     for parameter in model.parameters():
@@ -1040,23 +957,21 @@ def _(engine: Engine) -> Any:
     return engine.state(model)
 
 
-@case(
-    WRITES,
+@write(
     "module.weight = nn.Parameter(...)",
     "a plain one in the place of a sharded one",
-    "differs: ValueError with the name (stock: RuntimeError)",
+    differs="ValueError with the name (stock: RuntimeError)",
 )
 def _(engine: Engine) -> Any:
-    model = engine.wrap(nn.Linear(8, 8), auto_wrap_policy=None)
+    model = engine.layer()
     model.module.weight = nn.Parameter(torch.ones(8, 8))
     return model(torch.ones(1, 8))
 
 
-@case(WRITES, "module.weight.requires_grad_(False)", "between steps")
+@write("module.weight.requires_grad_(False)", "between steps")
 def _(engine: Engine) -> Any:
     model = engine.wrap()
-    optimizer = OPTIMIZERS["momentum"](model.parameters())
-    losses = engine.trained(model, optimizer)
+    losses = engine.trained(model, OPTIMIZERS["momentum"](model.parameters()))
     for _, parameter in named_parameters(model):
         parameter.requires_grad_(False)
     with torch.no_grad():
