@@ -6,8 +6,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Shard
 
-from shardkit.core import Blocks, Owned, fully_shard, plan_owners
+from shardkit.core import Blocks, Owned, plan_owners
 from tests.support import rank_mesh
+from tests.support.sharding import shard_each
 
 
 class Net(nn.Module):
@@ -38,9 +39,7 @@ def build(layout: str, world_size: int, seed: int) -> nn.Module:
     torch.manual_seed(seed)
     model = Net()
     mesh, choose = rank_mesh((world_size,)), choose_for(layout, model)
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh, shard_placement_fn=choose)
-    return fully_shard(model, mesh=mesh, shard_placement_fn=choose)
+    return shard_each(*model.layers, model, mesh=mesh, shard_placement_fn=choose)
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:

@@ -9,8 +9,8 @@ from torch import nn
 
 from shardkit.core import fully_shard
 from shardkit.core.checkpoint import CheckpointManager, TrainingState
-from tests.core.checkpoint.trainee import differences
-from tests.support import rank_mesh, run_ranks
+from tests.core.checkpoint.trainee import differences, local
+from tests.support import on_ranks, rank_mesh
 
 
 def build(stage: int, mesh: Any, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -41,16 +41,18 @@ def values(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]
     found: dict[str, Any] = dict(model.state_dict())
     for name, p in model.named_parameters():
         found |= {f"{name}.{key}": value for key, value in optimizer.state[p].items()}
-    found = {name: getattr(value, "to_local", lambda value=value: value)().clone() for name, value in found.items()}
+    found = {name: local(value).clone() for name, value in found.items()}
     return {**found, "groups": [{**group, "params": len(group["params"])} for group in optimizer.param_groups]}
 
 
-def stages(rank: int, world_size: int, path: Path, sharded: bool) -> list[str]:
+@pytest.mark.parametrize(("world_size", "sharded"), [(2, False), (4, True)])
+@on_ranks()
+def test_stages_of_a_pipeline(rank: int, world_size: int, tmp_path: Path, sharded: bool) -> None:
     mesh = rank_mesh((2, 2), ("stage", "shard")) if sharded else None
     stage = rank if mesh is None else mesh["stage"].get_local_rank()
     model, optimizer = build(stage, mesh and mesh["shard"], 1)
     expected = values(model, optimizer)
-    with CheckpointManager(path) as manager:
+    with CheckpointManager(tmp_path) as manager:
         for step in (1, 2):
             manager.save(step, TrainingState(model, optimizer))
             image = manager._image
@@ -58,14 +60,8 @@ def stages(rank: int, world_size: int, path: Path, sharded: bool) -> list[str]:
         manager.save(3, TrainingState(model, optimizer))
         assert manager._image is image, "staging memory is kept from save to save"
     other = build(stage, mesh and mesh["shard"], 2)
-    CheckpointManager(path).restore(TrainingState(*other))
-    found = differences(values(*other), expected)
+    CheckpointManager(tmp_path).restore(TrainingState(*other))
+    assert differences(values(*other), expected) == []
     for p in other[0].parameters():
         p.grad = torch.zeros_like(p)
     other[1].step()  # with all that it needs
-    return found
-
-
-@pytest.mark.parametrize(("world_size", "sharded"), [(2, False), (4, True)])
-def test_stages_of_a_pipeline(tmp_path: Path, world_size: int, sharded: bool):
-    assert run_ranks(world_size, stages, tmp_path, sharded) == [[]] * world_size

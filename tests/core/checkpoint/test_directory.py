@@ -19,15 +19,13 @@ from shardkit.core.checkpoint.command import main
 from shardkit.core.checkpoint.directory import CheckpointDirectory, remove_unless_written, writing_in
 from shardkit.core.checkpoint.plan import Piece, Plan
 from shardkit.core.checkpoint.saving import Header, Image, Save
-from tests.core.checkpoint.trainee import flip
+from tests.core.checkpoint.trainee import flip, saved, small_state
 
 
 def test_retention_spares_what_was_just_saved(tmp_path: Path):
     """A run that goes back to an older checkpoint must not lose the checkpoints that it saves from there."""
-    state = TrainingState(torch.nn.Linear(3, 2))
-    manager = CheckpointManager(tmp_path)
-    for step in (5, 6, 8):
-        manager.save(step, state, blocking=True)
+    state = small_state()
+    saved(tmp_path, state, 5, 6, 8)
     manager = CheckpointManager(tmp_path, keep=1)
     manager.restore(state, step=6)
     manager.save(7, state, blocking=True)
@@ -69,9 +67,8 @@ def test_what_dead_runs_have_left_goes(tmp_path: Path):
 
 
 def test_a_checkpoint_that_cannot_be_replaced_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    state = TrainingState(torch.nn.Linear(1, 1))
-    manager = CheckpointManager(tmp_path)
-    manager.save(1, state, blocking=True)
+    state = small_state()
+    manager = saved(tmp_path, state, 1)
     rename = Path.rename
 
     def failing(source: Path, target: Path) -> Path:
@@ -92,9 +89,8 @@ def _in_use(*arguments: object, **options: object) -> None:
 @pytest.mark.parametrize("again", ["a later save", "the next run"])
 def test_what_cannot_be_removed_fails_no_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: str):
     """As on a network file system, where a file that someone reads stays under another name until it is closed."""
-    state = TrainingState(torch.nn.Linear(1, 1))
-    manager = CheckpointManager(tmp_path, keep=1)
-    manager.save(1, state, blocking=True)
+    state = small_state()
+    manager = saved(tmp_path, state, 1, keep=1)
     with monkeypatch.context() as patch:
         patch.setattr(os, "rmdir", _in_use)
         manager.save(1, state, blocking=True)
@@ -110,10 +106,8 @@ def test_what_cannot_be_removed_fails_no_save(tmp_path: Path, monkeypatch: pytes
 
 def test_a_disk_that_fails_is_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
     """Then `fallback` takes the checkpoint before, which may lie elsewhere on the disk."""
-    state = TrainingState(torch.nn.Linear(1, 1))
-    manager = CheckpointManager(tmp_path)
-    for step in (1, 2):
-        manager.save(step, state, blocking=True)
+    state = small_state()
+    manager = saved(tmp_path, state, 1, 2)
     preadv = os.preadv
 
     def failing(descriptor: int, *arguments: Any) -> int:
@@ -168,10 +162,8 @@ def test_a_save_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
     A checkpoint of this step is there, and an older one is to go.
     """
-    state = TrainingState(torch.nn.Linear(1, 1))
-    manager = CheckpointManager(tmp_path, keep=2)
-    for step in (1, 2, 3):
-        manager.save(step, state, blocking=True)
+    state = small_state()
+    saved(tmp_path, state, 1, 2, 3, keep=2)
     manager = CheckpointManager(tmp_path, keep=1)
     seen = calls_of(monkeypatch, lambda: manager.save(3, state, blocking=True))
     removals = [number for number, one in enumerate(seen) if one.split()[0] in ("unlink", "rmdir")]
@@ -211,7 +203,7 @@ def test_a_save_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 def test_what_is_written_offline_is_on_disk_before_it_has_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], files: list[str], named: list[str]
 ):
-    CheckpointManager(tmp_path).save(1, TrainingState(torch.nn.Linear(1, 1)), blocking=True)
+    saved(tmp_path, small_state(), 1)
     command = [arguments[0], str(tmp_path), str(tmp_path / "x"), *arguments[1:]]
     seen = [one for one in calls_of(monkeypatch, lambda: main(command)) if not one.startswith("write ")]
     synced = seen.index("fsync x.partial")
@@ -221,7 +213,7 @@ def test_what_is_written_offline_is_on_disk_before_it_has_its_name(
 
 def test_one_that_died_between_the_renames_is_brought_back(tmp_path: Path):
     """The new checkpoint may be incomplete as far as anyone can tell, so the old one comes back."""
-    state = TrainingState(torch.nn.Linear(1, 1))
+    state = small_state()
     CheckpointManager(tmp_path).save(1, state, info={"saved": "first"}, blocking=True)
     shutil.copytree(tmp_path / "step-000001", tmp_path / ".step-000001.ab.incomplete")
     (tmp_path / "step-000001").rename(tmp_path / ".step-000001.ab.replaced")
@@ -249,9 +241,8 @@ def test_a_forked_worker_holds_no_lock(tmp_path: Path):
 
 def test_what_was_found_damaged_keeps_nothing_from_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A second damaged checkpoint of one step gets another name, which is on disk before the run goes on."""
-    state = TrainingState(torch.nn.Linear(1, 1))
-    manager = CheckpointManager(tmp_path)
-    manager.save(1, state, blocking=True)
+    state = small_state()
+    manager = saved(tmp_path, state, 1)
     for aside in ("step-000002.damaged", "step-000002.damaged1"):
         manager.save(2, state, blocking=True)
         flip(tmp_path / "step-000002" / "__0_0.distcp")
@@ -263,7 +254,7 @@ def test_what_was_found_damaged_keeps_nothing_from_its_place(tmp_path: Path, mon
 def test_a_file_that_is_short_is_found_before_anything_is_filled_in(tmp_path: Path):
     """The sizes of all files are checked first, so the state stays unchanged, even the values in undamaged files."""
     model = torch.nn.Linear(4, 2)
-    CheckpointManager(tmp_path / "one").save(1, TrainingState(model), blocking=True)
+    saved(tmp_path / "one", TrainingState(model), 1)
     assert main(["reshard", str(tmp_path / "one"), str(tmp_path / "two" / "step-000001"), "--ranks", "2"]) == 0
     torch.nn.init.zeros_(model.weight)
     data = tmp_path / "two" / "step-000001" / "__1_0.distcp"
@@ -281,10 +272,8 @@ def test_a_file_that_is_short_is_found_before_anything_is_filled_in(tmp_path: Pa
 
 def test_a_checkpoint_under_another_name_is_none(tmp_path: Path):
     """It was renamed by hand, or has another checkpoint's files: the run would go on from the wrong step."""
-    state = TrainingState(torch.nn.Linear(1, 1))
-    manager = CheckpointManager(tmp_path)
-    for step in (1, 2):
-        manager.save(step, state, blocking=True)
+    state = small_state()
+    manager = saved(tmp_path, state, 1, 2)
     (tmp_path / "step-000002").rename(tmp_path / "step-000003")
     (tmp_path / "step-000009").symlink_to(tmp_path / "step-000001")
     with pytest.raises(DamagedCheckpointError, match=r"manifest\.json is of step 2: renamed, or swapped"):

@@ -12,7 +12,8 @@ from shardkit.core import fully_shard
 from shardkit.core.checkpoint import CheckpointError, CheckpointManager, TrainingState
 from shardkit.core.checkpoint.agreement import Fingerprints, fingerprints
 from shardkit.core.checkpoint.leaves import Captured, Leaves
-from tests.support import rank_mesh, run_ranks
+from tests.core.checkpoint.trainee import saved
+from tests.support import on_ranks, rank_mesh, run_ranks
 
 
 def plain_stage(rank: int) -> nn.Module:
@@ -137,16 +138,13 @@ def test_state_that_differs_from_rank_to_rank(tmp_path: Path, change: Any, text:
         assert text in seen
 
 
-def own_statistics(rank: int, world_size: int, path: Path) -> None:
+@on_ranks(2)
+def test_buffers_may_differ(rank: int, world_size: int, tmp_path: Path) -> None:
     """Parameters are the same, running statistics are each rank's own, as in data parallelism."""
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5))
     model[1].running_mean.fill_(rank)
-    CheckpointManager(path).save(1, TrainingState(model), blocking=True)
-
-
-def test_buffers_may_differ(tmp_path: Path):
-    run_ranks(2, own_statistics, tmp_path)
+    saved(tmp_path, TrainingState(model), 1)
 
 
 def of(value: torch.Tensor) -> Fingerprints:
@@ -170,16 +168,13 @@ def test_another_value_shows(shape: tuple[int, ...], dtype: torch.dtype):
         assert of(one.T) != same
 
 
-def state_of_one_rank(rank: int, world_size: int, path: Path) -> None:
+@on_ranks(2)
+def test_state_that_one_rank_lacks(rank: int, world_size: int, tmp_path: Path) -> None:
     def change(rank, model, optimizer, scheduler):
         if rank == 1:
             del optimizer.state[model[0].weight]
 
     lacks = r"optimizer\.state\.0\.weight\.exp_avg: .*; some ranks lack theirs"
     with pytest.raises(CheckpointError, match=lacks) as error:
-        CheckpointManager(path).save(1, with_own(change, rank), blocking=True)
+        saved(tmp_path, with_own(change, rank), 1)
     assert type(error.value) is CheckpointError  # nothing is damaged
-
-
-def test_state_that_one_rank_lacks(tmp_path: Path):
-    run_ranks(2, state_of_one_rank, tmp_path)

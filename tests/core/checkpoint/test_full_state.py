@@ -5,6 +5,7 @@ import os
 import re
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 import psutil
 import pytest
@@ -19,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardkit.core import fully_shard
 from shardkit.core.checkpoint import full_state_dict, load_full_state_dict, save_full_state_dict
 from shardkit.core.checkpoint.sources import open_source
+from tests.core.checkpoint.trainee import differences
 from tests.support import on_ranks, rank_mesh, run_ranks
 
 
@@ -105,9 +107,6 @@ def directory():
         yield Path(path)
 
 
-LAYOUTS = [(1, "flat"), (3, "flat"), (4, "hsdp"), (4, "both")]
-
-
 @pytest.mark.parametrize(
     ("world_size", "kind", "meta", "assign"),
     [
@@ -136,17 +135,9 @@ def test_load_dict_on_rank_0(rank, world_size, kind, meta, assign):
 def check_load_file(rank, world_size, kind, path, on_ranks):
     source = Model(seed=1).state_dict()
     model = shard_by_hand(Model(seed=2), kind)
-    before = dist.batch_isend_irecv
-    sent = []
-    dist.batch_isend_irecv = lambda operations: sent.append(len(operations)) or before(operations)
-    try:
+    with mock.patch.object(dist, "batch_isend_irecv", side_effect=dist.batch_isend_irecv) as sends:
         load_full_state_dict(model, path if rank in on_ranks else None)
-    finally:
-        dist.batch_isend_irecv = before
-    if set(on_ranks) >= set(range(world_size)):
-        assert not sent  # everyone has read for itself
-    else:
-        assert sent
+    assert sends.called != (set(on_ranks) >= set(range(world_size))), "ranks read for themselves if all can"
     assert_same(model, source)
 
 
@@ -257,34 +248,23 @@ def test_other_ranks_never_hold_a_full_tensor():
     assert peaks[0] >= 4 * 4 * FEATURES * FEATURES  # the meter sees rank 0's tensors
 
 
-def check_gather(rank, world_size, kind, rank0_only, offload):
+@pytest.mark.parametrize(
+    ("world_size", "kind", "rank0_only"),
+    [(1, "flat", True), (3, "flat", False), (4, "hsdp", True), (4, "both", False)],
+)
+@on_ranks()
+def test_full_state_dict(rank, world_size, kind, rank0_only):
     expected = Model(seed=3, extra="kept")
     model = shard_by_hand(Model(seed=3, extra="kept"), kind)
-    state = full_state_dict(model, rank0_only=rank0_only, offload=offload)
+    state = full_state_dict(model, rank0_only=rank0_only, offload=rank0_only)
     if rank0_only and rank != 0:
         assert state == {}
         return
-    want = expected.state_dict()
-    assert set(state) == set(want)
-    for name, tensor in want.items():
-        if not isinstance(tensor, torch.Tensor):
-            assert state[name] == tensor
-            continue
-        assert type(state[name]) is torch.Tensor
-        assert state[name].dtype == tensor.dtype
-        assert state[name].shape == tensor.shape
-        assert torch.equal(state[name], tensor), name
+    assert differences(state, dict(expected.state_dict())) == []
     assert state["tied.weight"] is state["linear.weight"]
     own = {p.to_local().data_ptr() for p in model.parameters()} | {b.data_ptr() for b in model.buffers()}
     assert not {tensor.data_ptr() for tensor in state.values() if isinstance(tensor, torch.Tensor)} & own - {0}
     expected.load_state_dict(state)
-
-
-@pytest.mark.parametrize(
-    ("world_size", "kind", "rank0_only"), [(*layout, index % 2 == 0) for index, layout in enumerate(LAYOUTS)]
-)
-def test_full_state_dict(world_size, kind, rank0_only):
-    run_ranks(world_size, check_gather, kind, rank0_only, rank0_only)
 
 
 @on_ranks(1, 3)
@@ -454,14 +434,9 @@ def check_directory(rank, world_size, kind, directory, file_bytes):
             assert opened.metadata() == {"format": "pt"}
             found |= {(path.name, name): opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     expected = {name: one for name, one in Model(seed=1).state_dict().items() if name != "tied.weight"}
-    assert {name for _, name in found} == set(expected)
-    for (_, name), tensor in found.items():
-        assert tensor.dtype == expected[name].dtype
-        assert torch.equal(tensor, expected[name]), name
+    assert differences({name: one for (_, name), one in found.items()}, expected) == []
     index = directory / "model.safetensors.index.json"
-    assert {one.name for one in directory.iterdir()} == {one.name for one in files} | (
-        {index.name} if len(files) > 1 else set()
-    )
+    assert {*directory.iterdir()} == {*files, *([index] if len(files) > 1 else [])}
     if len(files) > 1:
         content = json.loads(index.read_text())
         assert content["weight_map"] == {name: file for file, name in found}
@@ -482,7 +457,10 @@ def test_directories(tmp_path, world_size, kind, file_bytes):
     assert count > 2 if file_bytes == 200 else count == 1
 
 
-def check_directory_refused(rank, world_size, directory):
+@on_ranks(2)
+def test_directories_that_are_refused(rank, world_size, tmp_path):
+    pytest.importorskip("safetensors")
+    directory = tmp_path
     with pytest.raises(ValueError, match=r"'extra\._extra_state' is not a tensor.*; write full_state_dict\(module\)"):
         save_full_state_dict(shard_by_hand(Model(seed=1, extra="x"), "flat"), directory)
     layer = fully_shard(nn.Linear(4, 4, dtype=torch.complex128))
@@ -490,12 +468,10 @@ def check_directory_refused(rank, world_size, directory):
         save_full_state_dict(layer, directory)
     layer = fully_shard(nn.Linear(4, 4))
     before = Path.open
-    Path.open = before if rank == 0 else lambda *args: before(directory / "nowhere" / "x")
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "open", before if rank == 0 else lambda *args: before(directory / "nowhere" / "x"))
         with pytest.raises(RuntimeError, match=r"writing .* failed on rank 1: No such file"):
             save_full_state_dict(layer, directory)
-    finally:
-        Path.open = before
     assert not list(directory.glob("*.safetensors"))
     save_full_state_dict(layer, directory)
     if rank == 0:
@@ -507,11 +483,6 @@ def check_directory_refused(rank, world_size, directory):
     dist.barrier()
     with pytest.raises(RuntimeError, match=r"has no model\.safetensors\.index\.json and 3 safetensors files"):
         load_full_state_dict(layer, directory)
-
-
-def test_directories_that_are_refused(tmp_path):
-    pytest.importorskip("safetensors")
-    run_ranks(2, check_directory_refused, tmp_path)
 
 
 class Payload:

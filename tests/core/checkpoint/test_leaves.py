@@ -14,33 +14,9 @@ from shardkit.core.checkpoint.torch_files import load_torch_bytes
 from tests.core.checkpoint.trainee import differences
 
 VALUES: list[Any] = [
-    *(
-        None,
-        True,
-        3,
-        2**40,
-        -(2**70),
-        1.5,
-        float("inf"),
-        -0.0,
-        1 + 2j,
-        "",
-        "é",
-        b"ab",
-        set(),
-        {1, 2},
-        (),
-        [],
-        [[], [1]],
-    ),
-    *(
-        torch.float8_e4m3fn,
-        torch.device("cpu"),
-        torch.Size([1, 2]),
-        {1: "a", (1, 2): 3},
-        OrderedDict(a=1),
-        list(range(999)),
-    ),
+    *(None, True, 3, 2**40, -(2**70), 1.5, float("inf"), -0.0, 1 + 2j, "", "é", b"ab", set(), {1, 2}),
+    *((), [], [[], [1]], {1: "a", (1, 2): 3}, OrderedDict(a=1), list(range(999))),
+    *(torch.float8_e4m3fn, torch.device("cpu"), torch.Size([1, 2])),
     (torch.eye(2), {"x": (nn.Parameter(torch.ones(1)),)}),
 ]
 

@@ -9,36 +9,34 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from shardkit.core import fully_shard
 from shardkit.core.checkpoint import CheckpointError, CheckpointManager, DamagedCheckpointError, TrainingState
-from tests.core.checkpoint.trainee import ElasticLoader, Loader, Trainee, differences
-from tests.support import rank_mesh, run_ranks
+from tests.core.checkpoint.trainee import ElasticLoader, Loader, Trainee, differences, local, saved
+from tests.support import on_ranks, rank_mesh, run_ranks
 
 
-def exact_resume(rank: int, world_size: int, path: Path, shape: tuple[int, ...]) -> list[str]:
+@pytest.mark.parametrize(("world_size", "shape"), [(1, (1,)), (2, (2,)), (3, (3,)), (4, (2, 2))], ids=str)
+@on_ranks(seed_per_rank=True)
+def test_a_resumed_run_is_the_same_to_the_last_bit(
+    rank: int, world_size: int, tmp_path: Path, shape: tuple[int, ...]
+) -> None:
     """Three steps, a save, two steps; and another run that restores and takes the same two."""
     straight = Trainee(shape, seed=1)
     straight.train(3)
-    with CheckpointManager(path) as manager:
+    with CheckpointManager(tmp_path) as manager:
         manager.save(3, straight.state, info={"note": [1, "two"]})
         straight.train(2)  # while the writer is at work
     expected, expected_own = straight.full(), straight.own()
 
     other = Trainee(shape, seed=2)
     other.train(1)
-    restored = CheckpointManager(path).restore(other.state)
+    restored = CheckpointManager(tmp_path).restore(other.state)
     assert restored is not None
     assert (restored.step, restored.info, restored.world_size) == (3, {"note": [1, "two"]}, world_size)
     other.train(2)
     found = differences(other.full(), expected) + differences(other.own(), expected_own, "own")
-    return found + differences(other.losses[1:], straight.losses[3:], "losses")
-
-
-@pytest.mark.parametrize(("world_size", "shape"), [(1, (1,)), (2, (2,)), (3, (3,)), (4, (2, 2))], ids=str)
-def test_a_resumed_run_is_the_same_to_the_last_bit(tmp_path: Path, world_size: int, shape: tuple[int, ...]):
-    assert run_ranks(world_size, exact_resume, tmp_path, shape, seed_per_rank=True) == [[]] * world_size
+    assert found + differences(other.losses[1:], straight.losses[3:], "losses") == []
 
 
 def save_trained(rank: int, world_size: int, path: Path, shape: tuple[int, ...], kind: type[Loader]) -> Any:
@@ -88,7 +86,9 @@ def test_positions_of_other_ranks_are_not_guessed(tmp_path: Path):
         assert "load_state_dicts" in text
 
 
-def partly_stepped(rank: int, world_size: int, path: Path, saved: str) -> None:
+@pytest.mark.parametrize("saved", ["ab", "a", ""])
+@on_ranks(2)
+def test_an_optimizer_that_has_stepped_in_part(rank: int, world_size: int, tmp_path: Path, saved: str) -> None:
     """Torch's helpers lose state here, or raise; ours give what was saved, and leave gradients."""
 
     def branches(stepped: str, backward: str) -> tuple[nn.ModuleDict, torch.optim.Optimizer]:
@@ -106,7 +106,7 @@ def partly_stepped(rank: int, world_size: int, path: Path, saved: str) -> None:
         return model, optimizer
 
     model, optimizer = branches(saved, backward="a")
-    manager = CheckpointManager(path)
+    manager = CheckpointManager(tmp_path)
     manager.save(1, TrainingState(model, optimizer), blocking=True)
     for stepped, backward in (("", ""), ("", "a"), ("a", ""), ("b", "b"), ("ab", "ab")):
         other, into = branches(stepped, backward)
@@ -115,17 +115,8 @@ def partly_stepped(rank: int, world_size: int, path: Path, saved: str) -> None:
             expected = optimizer.state.get(model.get_parameter(name), {})
             found = into.state.get(parameter, {})
             assert set(found) == set(expected), (stepped, name)
-            assert all(torch.equal(own_part(found[key]), own_part(expected[key])) for key in expected)
+            assert all(torch.equal(local(found[key]), local(expected[key])) for key in expected)
             assert (parameter.grad is not None) == (name[0] in backward)
-
-
-def own_part(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-@pytest.mark.parametrize("saved", ["ab", "a", ""])
-def test_an_optimizer_that_has_stepped_in_part(tmp_path: Path, saved: str):
-    run_ranks(2, partly_stepped, tmp_path, saved)
 
 
 def keep_two(rank: int, world_size: int, path: Path) -> Any:
@@ -198,66 +189,46 @@ def test_what_cannot_be_saved_is_refused_on_all_ranks(tmp_path: Path):
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
 
 
-def failing_writes(rank: int, world_size: int, path: Path) -> list[str]:
+@on_ranks(2)
+def test_a_write_that_fails_is_reported_everywhere_and_leaves_nothing(
+    rank: int, world_size: int, tmp_path: Path
+) -> None:
+    def no_space(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
     trainee = Trainee((world_size,))
-    manager = CheckpointManager(path)
-    manager.save(1, trainee.state, blocking=True)
-    texts = []
+    manager = saved(tmp_path, trainee.state, 1)
     for victim in range(world_size):
-        original = os.fsync
-        if rank == victim:
-            os.fsync = _no_space
-        manager.save(2, trainee.state)
-        with pytest.raises(CheckpointError) as refused:
-            manager.save(3, trainee.state)
-        os.fsync = original
-        texts.append(str(refused.value))
+        failed = f"saving step 2 to {tmp_path} failed on rank {victim}: No space left on device"
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == victim:
+                patch.setattr(os, "fsync", no_space)
+            manager.save(2, trainee.state)
+            with pytest.raises(CheckpointError, match=failed):
+                manager.save(3, trainee.state)
         assert [one.step for one in manager.checkpoints()] == [1]
         dist.barrier()
-        assert [one.name for one in path.iterdir()] == ["step-000001"], "the partial checkpoint was not removed"
+        assert [one.name for one in tmp_path.iterdir()] == ["step-000001"], "the partial checkpoint was not removed"
     manager.save(3, trainee.state, blocking=True)
-    return texts
-
-
-def _no_space(descriptor: int) -> None:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def test_a_write_that_fails_is_reported_everywhere_and_leaves_nothing(tmp_path: Path):
-    for texts in run_ranks(2, failing_writes, tmp_path):
-        for victim, text in enumerate(texts):
-            assert text.startswith(f"saving step 2 to {tmp_path} failed on rank {victim}: No space left on device")
+    dist.barrier()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000001", "step-000003"]
 
 
-def other_models(rank: int, world_size: int, path: Path) -> list[str]:
-    trainee = Trainee((world_size,))
-    trainee.train(1)
-    with CheckpointManager(path) as manager:
-        manager.save(1, trainee.state)
-    texts = []
-    for change in ("shape", "name", "dtype"):
+@on_ranks(2)
+def test_another_model_is_refused_and_left_as_it_was(rank: int, world_size: int, tmp_path: Path) -> None:
+    manager = saved(tmp_path, Trainee((world_size,)).state, 1)
+    for name, buffer, text in (
+        ("seen", torch.zeros(4, dtype=torch.int64), r"model.seen: .*has shape \(3,\) and torch.int64, expected \(4,\)"),
+        ("later", torch.zeros(1), "does not fit the model: it lacks model.later"),
+        ("seen", torch.zeros(3), r"expected \(3,\) and torch.float32"),
+    ):
         other = Trainee((world_size,))
-        if change == "shape":
-            other.model.register_buffer("seen", torch.zeros(4, dtype=torch.int64))
-        elif change == "name":
-            other.model.register_buffer("later", torch.zeros(1))
-        else:
-            other.model.register_buffer("seen", torch.zeros(3, dtype=torch.float32))
+        other.model.register_buffer(name, buffer)
         before = other.full()
-        with pytest.raises(CheckpointError) as refused:
+        with pytest.raises(CheckpointError, match=text) as refused:
             manager.restore(other.state)
         assert not isinstance(refused.value, DamagedCheckpointError)
         assert differences(other.full(), before) == []
-        texts.append(str(refused.value))
-    return texts
-
-
-def test_another_model_is_refused_and_left_as_it_was(tmp_path: Path):
-    for texts in run_ranks(2, other_models, tmp_path):
-        assert "model.seen: the checkpoint" in texts[0] and "has shape (3,) and torch.int64, expected (4,)" in texts[0]
-        assert "does not fit the model: it lacks model.later" in texts[1]
-        assert "expected (3,) and torch.float32" in texts[2]
 
 
 def test_bad_arguments(tmp_path: Path):

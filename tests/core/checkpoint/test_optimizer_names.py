@@ -9,8 +9,8 @@ import torch
 
 from shardkit.core import fully_shard
 from shardkit.core.checkpoint import CheckpointError, CheckpointManager, TrainingState
-from tests.core.checkpoint.trainee import differences
-from tests.support import rank_mesh, run_ranks
+from tests.core.checkpoint.trainee import differences, local, saved
+from tests.support import on_ranks, rank_mesh
 
 
 class Precise(torch.optim.Optimizer):
@@ -31,34 +31,21 @@ class Precise(torch.optim.Optimizer):
                 p.copy_(state["master"])
 
 
-def sharded_state(rank: int, world_size: int, path: Path) -> Any:
+@on_ranks(2)
+def test_sharded_state_keeps_dtype_and_place(rank: int, world_size: int, tmp_path: Path) -> None:
     torch.manual_seed(1)
     model = torch.nn.Linear(3, 5, dtype=torch.bfloat16)
     fully_shard(model, mesh=rank_mesh((world_size,), ("shard",)))
-    optimizer = Precise(model.parameters())
+    optimizer, other = Precise(model.parameters()), Precise(model.parameters())
     optimizer.step()
-    manager = CheckpointManager(path)
-    manager.save(1, TrainingState(model, optimizer), blocking=True)
-    other = Precise(model.parameters())
-    manager.restore(TrainingState(model, other))
-    found = []
+    saved(tmp_path, TrainingState(model, optimizer), 1).restore(TrainingState(model, other))
     for p in model.parameters():
-        for seen, expected in zip(_tensors(other.state[p]), _tensors(optimizer.state[p]), strict=True):
-            found += [type(seen) is type(expected), *differences(_local(seen), _local(expected))]
+        pairs = (
+            (one[p]["master"], one[p]["count"], one[p]["below"]["list"][0]) for one in (other.state, optimizer.state)
+        )
+        for seen, expected in zip(*pairs, strict=True):
+            assert type(seen) is type(expected) and differences(local(seen), local(expected)) == []
     other.step()
-    return found
-
-
-def _tensors(state: dict[str, Any]) -> list[torch.Tensor]:
-    return [state["master"], state["count"], state["below"]["list"][0]]
-
-
-def _local(value: torch.Tensor) -> torch.Tensor:
-    return getattr(value, "to_local", lambda: value)()
-
-
-def test_sharded_state_keeps_dtype_and_place(tmp_path: Path):
-    assert run_ranks(2, sharded_state, tmp_path) == [[True] * 6] * 2
 
 
 class Wrapper:
@@ -77,7 +64,7 @@ def test_optimizers_that_come_as_something_else(tmp_path: Path, given: Callable[
     optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
-    CheckpointManager(tmp_path).save(1, TrainingState(model, given(optimizer)), blocking=True)
+    saved(tmp_path, TrainingState(model, given(optimizer)), 1)
     other = torch.optim.SGD(model.parameters(), momentum=0.9)
     CheckpointManager(tmp_path).restore(TrainingState(model, given(other)))
     assert torch.equal(other.state[model.weight]["momentum_buffer"], model.weight.grad)
@@ -101,7 +88,7 @@ def empty_groups(model: torch.nn.Module, *rates: float) -> torch.optim.Optimizer
 
 def test_an_empty_group_gets_its_own_options(tmp_path: Path):
     model = torch.nn.Linear(3, 2)
-    CheckpointManager(tmp_path).save(1, TrainingState(model, empty_groups(model, 0.1, 0.2, 0.3)), blocking=True)
+    saved(tmp_path, TrainingState(model, empty_groups(model, 0.1, 0.2, 0.3)), 1)
     optimizer = empty_groups(model, 1.0, 2.0, 3.0)
     CheckpointManager(tmp_path).restore(TrainingState(model, optimizer))
     assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.2, 0.3]

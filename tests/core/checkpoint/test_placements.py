@@ -26,20 +26,19 @@ from shardkit.core.checkpoint.command import main
 from shardkit.core.torch_compat import local_of
 from tests.core.checkpoint.placed import Net, adamw, build, contents, same, train, whole
 from tests.support import on_ranks, rank_mesh, run_ranks
+from tests.support.sharding import shard_each
 
 LAYOUTS = ["owned", "rows", "elements"]
 
 
 def made(layout: str, world_size: int, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     """A model on one of our layouts, or, for "stock", on stock's engine; with its optimizer."""
-    if layout != "stock":
+    if layout == "stock":
+        torch.manual_seed(seed)
+        model = Net()
+        shard_each(*model.layers, model, api=stock, mesh=rank_mesh((world_size,)))
+    else:
         model = build(layout, world_size, seed)
-        return model, adamw(model)
-    torch.manual_seed(seed)
-    model = Net()
-    for layer in model.layers:
-        stock.fully_shard(layer, mesh=rank_mesh((world_size,)))
-    stock.fully_shard(model, mesh=rank_mesh((world_size,)))
     return model, adamw(model)
 
 
@@ -191,6 +190,3 @@ def test_torch_does_not_gather_what_owners_alone_have(rank: int, world_size: int
     with pytest.raises(RuntimeError, match=r"some ranks have no state of Adafactor.*CheckpointManager"):
         get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
     assert get_optimizer_state_dict(model, optimizer)["state"]
-
-
-# -- other optimizers --------------------------------------------------------------------------------------------------

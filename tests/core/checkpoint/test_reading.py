@@ -12,7 +12,7 @@ from torch import nn
 from shardkit.core.checkpoint import CheckpointManager, DamagedCheckpointError, TrainingState, reading, stored
 from shardkit.core.checkpoint.command import main
 from shardkit.core.checkpoint.directory import open_index
-from tests.core.checkpoint.trainee import differences
+from tests.core.checkpoint.trainee import differences, saved
 
 
 def layouts() -> nn.Module:
@@ -44,8 +44,7 @@ def test_stock_checkpoints_of_tensors_that_are_not_contiguous(tmp_path: Path):
 def test_ours_of_tensors_that_are_not_contiguous(tmp_path: Path):
     model = layouts()
     expected = {name: value.clone().resolve_conj() for name, value in model.state_dict().items()}
-    manager = CheckpointManager(tmp_path)
-    manager.save(1, TrainingState(model), blocking=True)
+    manager = saved(tmp_path, TrainingState(model), 1)
     for value in model.state_dict().values():
         value.zero_()
     manager.restore(TrainingState(model))
@@ -71,8 +70,7 @@ def test_large_tensors_come_slab_by_slab(tmp_path: Path, monkeypatch: pytest.Mon
     torch.manual_seed(0)
     model = nn.Linear(5, 11)
     expected = {name: value.clone() for name, value in model.state_dict().items()}
-    manager = CheckpointManager(tmp_path / "run")
-    manager.save(1, TrainingState(model, rng=False), blocking=True)
+    manager = saved(tmp_path / "run", TrainingState(model, rng=False), 1)
     for module in (reading, stored):
         monkeypatch.setattr(module, "CHUNK_BYTES", slab_bytes)
     other = nn.Linear(5, 11)
@@ -92,7 +90,7 @@ def test_any_box_of_a_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sl
     """Rows and columns in the midst of chunks, and over their edges."""
     monkeypatch.setattr(reading, "CHUNK_BYTES", slab_bytes)
     model = nn.Linear(5, 7, bias=False)
-    CheckpointManager(tmp_path / "run").save(1, TrainingState(model, rng=False), blocking=True)
+    saved(tmp_path / "run", TrainingState(model, rng=False), 1)
     assert main(["reshard", str(tmp_path / "run"), str(tmp_path / "two"), "--ranks", "2"]) == 0
     for path in (tmp_path / "run" / "step-000001", tmp_path / "two"):
         index = open_index(path)

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_ten
 from shardkit.core import fully_shard
 from shardkit.core.checkpoint import CheckpointError, CheckpointManager, TrainingState
 from shardkit.core.checkpoint.command import main
-from tests.core.checkpoint.trainee import Held, differences
-from tests.support import rank_mesh, run_ranks
+from tests.core.checkpoint.trainee import Held, differences, saved
+from tests.support import on_ranks, rank_mesh, run_ranks
 
 
 class Extra(nn.Linear):
@@ -47,8 +47,7 @@ EXTRAS: list[Any] = [
 @pytest.mark.parametrize("extra", EXTRAS, ids=str)
 def test_extra_state_of_modules(tmp_path: Path, extra: Any, fresh: Any):
     model = nn.Sequential(Extra(copy.deepcopy(extra)), nn.Linear(2, 2))
-    manager = CheckpointManager(tmp_path)
-    manager.save(1, TrainingState(model), blocking=True)
+    manager = saved(tmp_path, TrainingState(model), 1)
     model[0].extra = fresh
     manager.restore(TrainingState(model))
     assert differences(model[0].extra, extra) == []
@@ -69,11 +68,9 @@ def test_milestones_of_schedulers(tmp_path: Path):
         second = torch.optim.lr_scheduler.MultiStepLR(optimizer, [3])
         return torch.optim.lr_scheduler.SequentialLR(optimizer, [first, second], [5])
 
-    saved, other = schedulers(), schedulers()
-    manager = CheckpointManager(tmp_path)
-    manager.save(1, TrainingState(model, optimizer, saved), blocking=True)
-    manager.restore(TrainingState(model, optimizer, other))
-    assert differences(other.state_dict(), saved.state_dict()) == []
+    first, other = schedulers(), schedulers()
+    saved(tmp_path, TrainingState(model, optimizer, first), 1).restore(TrainingState(model, optimizer, other))
+    assert differences(other.state_dict(), first.state_dict()) == []
     assert type(other._schedulers[0].milestones) is Counter and other._schedulers[0].milestones == {2: 2, 4: 1}
 
 
@@ -104,8 +101,7 @@ def test_keys_keep_their_order(tmp_path: Path):
     state = {"b": 1, "a": {"z": torch.ones(1), "y": "text", "x": torch.zeros(2)}, 3: torch.ones(1), "c": None}
     user, own, plain = Held(state), Held({**state, "more": 1}), Held({"first": torch.ones(1), "then": 2})
     run = TrainingState(nn.Linear(1, 1), user={"user": user, "plain": plain}, per_rank={"own": own})
-    manager = CheckpointManager(tmp_path)
-    manager.save(1, run, blocking=True)
+    manager = saved(tmp_path, run, 1)
     user.state, own.state, plain.state = {"c": 0}, {}, {"then": 1, "first": torch.zeros(1)}
     manager.restore(run)
     assert repr(user.state) == repr(state)
@@ -115,8 +111,7 @@ def test_keys_keep_their_order(tmp_path: Path):
 
 def test_a_model_that_lacks_what_was_saved(tmp_path: Path):
     """Weights of the checkpoint that nobody would take are named, and nothing is filled in."""
-    manager = CheckpointManager(tmp_path)
-    manager.save(1, TrainingState(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False))), blocking=True)
+    manager = saved(tmp_path, TrainingState(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False))), 1)
     smaller = nn.Sequential(nn.Linear(2, 2))
     before = copy.deepcopy(smaller.state_dict())
     with pytest.raises(CheckpointError, match=r"does not fit the model: it has beside it model\.1\.weight; build"):
@@ -128,8 +123,7 @@ def test_optimizers_that_are_cut_otherwise(tmp_path: Path):
     model = nn.Linear(2, 2)
     state = {"weight": [model.weight], "bias": [model.bias]}
     apart = torch.optim.SGD([{"params": one, "lr": 0.1 * len(name)} for name, one in state.items()])
-    manager = CheckpointManager(tmp_path)
-    manager.save(1, TrainingState(model, apart), blocking=True)
+    manager = saved(tmp_path, TrainingState(model, apart), 1)
     together = torch.optim.SGD(model.parameters(), lr=1.0)
     with pytest.raises(CheckpointError, match="no parameter group of the checkpoint has weight, bias together"):
         manager.restore(TrainingState(model, together))
@@ -138,8 +132,7 @@ def test_optimizers_that_are_cut_otherwise(tmp_path: Path):
 
 def test_a_checkpoint_of_weights_alone_says_so(tmp_path: Path):
     model = nn.Linear(2, 2)
-    manager = CheckpointManager(tmp_path)
-    manager.save(1, TrainingState(model), blocking=True)
+    manager = saved(tmp_path, TrainingState(model), 1)
     with pytest.raises(CheckpointError, match="has no optimizer state; restore TrainingState"):
         manager.restore(TrainingState(model, torch.optim.SGD(model.parameters())))
     with pytest.raises(CheckpointError, match="has nothing under 'user', which the state has"):
@@ -163,8 +156,7 @@ def save_and_restore(rank: int, world_size: int, path: Path) -> list[str]:
     optimizer.step()
     state = TrainingState(model, optimizer, user={"user": user}, per_rank={"own": own})
     expected = copy.deepcopy((user.state, own.state))
-    manager = CheckpointManager(path)
-    manager.save(1, state, blocking=True)
+    manager = saved(path, state, 1)
     user.state, own.state = {"a": torch.ones(0, 2), "b": 2}, {}
     manager.restore(state)
     stock = {"model": {"empty": torch.ones(3, 0, dtype=torch.bfloat16), "none": torch.zeros(0, 4)}}
@@ -179,24 +171,19 @@ def test_tensors_without_elements(tmp_path: Path, world_size: int):
     assert main(["diff", str(tmp_path), str(tmp_path / "x")]) == 0
 
 
-def on_a_mesh_of_one(rank: int, world_size: int, path: Path) -> list[float]:
+@on_ranks(2, isolated=True)
+def test_tensors_on_a_mesh_of_some_ranks(rank: int, world_size: int, tmp_path: Path) -> None:
     """User state that lies on rank 1 alone; rank 0 has nothing of it, and knows."""
     mesh = DeviceMesh("cpu", [1])
     held = Held({"w": distribute_tensor(torch.arange(4.0), mesh, [Replicate()])})
     state = TrainingState(torch.nn.Linear(1, 1), user={"user": held})
-    manager = CheckpointManager(path)
-    manager.save(1, state, blocking=True)
+    manager = saved(tmp_path, state, 1)
     held.state = {"w": distribute_tensor(torch.zeros(4), mesh, [Replicate()])}
     manager.restore(state)
-    found = held.state["w"].to_local().tolist()
+    assert held.state["w"].to_local().tolist() == ([0.0, 1.0, 2.0, 3.0] if rank else [])
     held.state = {"w": DTensor.from_local(torch.ones(2), DeviceMesh("cpu", [0, 1]), [Partial()])}
     with pytest.raises(CheckpointError, match=r"user\.w: placements \(Partial.*expected Shard or Replicate; redist"):
         manager.save(2, state)
-    return found
-
-
-def test_tensors_on_a_mesh_of_some_ranks(tmp_path: Path):
-    assert run_ranks(2, on_a_mesh_of_one, tmp_path, isolated=True) == [[], [0.0, 1.0, 2.0, 3.0]]
 
 
 def test_a_data_loader_goes_on_behind_its_last_batch(tmp_path: Path):
@@ -213,7 +200,7 @@ def test_a_data_loader_goes_on_behind_its_last_batch(tmp_path: Path):
             expected.append(batch.tolist())
         if number == 3:
             state = TrainingState(model, per_rank={"loader": first})
-            CheckpointManager(tmp_path).save(3, state, blocking=True)
+            saved(tmp_path, state, 3)
     torch.manual_seed(2)
     second = loader()
     CheckpointManager(tmp_path).restore(TrainingState(model, per_rank={"loader": second}))

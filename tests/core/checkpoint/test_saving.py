@@ -30,19 +30,15 @@ from shardkit.core.checkpoint.saving import (
     write_part,
 )
 from tests.core.checkpoint.trainee import Held
-from tests.support import run_ranks
+from tests.support import on_ranks, run_ranks
 
 
-def other_directories(rank: int, world_size: int, path: Path) -> str:
-    with pytest.raises(CheckpointError) as refused:
-        CheckpointManager(path / str(rank))
-    return str(refused.value)
-
-
-def test_all_ranks_give_the_same_directory(tmp_path: Path):
+@on_ranks(2)
+def test_all_ranks_give_the_same_directory(rank: int, world_size: int, tmp_path: Path) -> None:
     """Otherwise the first rank would wait half an hour for files that the others write elsewhere."""
-    for text in run_ranks(2, other_directories, tmp_path):
-        assert f"failed on rank 1: directory {tmp_path / '1'}, but rank 0 has {tmp_path / '0'}" in text
+    text = f"failed on rank 1: directory {tmp_path / '1'}, but rank 0 has {tmp_path / '0'}"
+    with pytest.raises(CheckpointError, match=text):
+        CheckpointManager(tmp_path / str(rank))
 
 
 def test_parts_that_never_come(tmp_path: Path):
@@ -166,7 +162,8 @@ def test_a_script_that_ends_does_not_wait_for_ranks_that_are_gone(tmp_path: Path
     assert list(tmp_path.iterdir()) == []
 
 
-def two_in_a_row(rank: int, world_size: int, path: Path) -> list[float]:
+@on_ranks(2)
+def test_a_save_waits_for_the_one_before(rank: int, world_size: int, tmp_path: Path) -> None:
     """The first save is written once the second one waits: staging memory is the first one's until then."""
     own = Held({"values": torch.full((3000,), float(rank))})
     state = TrainingState(torch.nn.Linear(1, 1), per_rank={"own": own})
@@ -181,20 +178,13 @@ def two_in_a_row(rank: int, world_size: int, path: Path) -> list[float]:
         waits.set()
         return await_part(save)
 
-    saving.write_part, saving.Save.await_part = later, wait_and_tell
-    try:
-        with CheckpointManager(path) as manager:
-            for step in (1, 2):
-                manager.save(step, state)
-                own.state["values"] += 10
-    finally:
-        saving.write_part, saving.Save.await_part = write_part, await_part
-    found = []
+    with pytest.MonkeyPatch.context() as patch, CheckpointManager(tmp_path) as manager:
+        patch.setattr(saving, "write_part", later)
+        patch.setattr(saving.Save, "await_part", wait_and_tell)
+        for step in (1, 2):
+            manager.save(step, state)
+            own.state["values"] += 10
+        manager.wait()
     for step in (1, 2):
         manager.restore(state, step=step)
-        found += own.state["values"].unique().tolist()
-    return found
-
-
-def test_a_save_waits_for_the_one_before(tmp_path: Path):
-    assert run_ranks(2, two_in_a_row, tmp_path) == [[0.0, 10.0], [1.0, 11.0]]
+        assert own.state["values"].unique().tolist() == [rank + 10 * (step - 1)]

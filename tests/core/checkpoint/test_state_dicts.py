@@ -23,7 +23,8 @@ from torch.distributed.tensor import DTensor
 
 import shardkit.core as shardkit
 from tests.support import on_ranks, rank_mesh, run_ranks
-from tests.support.models import MODELS
+from tests.support.models import MODELS, Composed
+from tests.support.sharding import shard_each
 from tests.support.trace import Trace, assert_same
 
 
@@ -37,9 +38,7 @@ def _build(api: Any, model: str, mesh: DeviceMesh, seed: int = 0, **options: Any
     torch.manual_seed(seed)
     spec = MODELS[model]
     module = spec.build()
-    for block in spec.blocks(module):
-        api.fully_shard(block, mesh=mesh, **options)
-    return api.fully_shard(module, mesh=mesh, **options)
+    return shard_each(*spec.blocks(module), module, api=api, mesh=mesh, **options)
 
 
 def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
@@ -202,17 +201,6 @@ def test_helpers_with_options(world_size: int, kind: str, model: str, options: s
     run_ranks(world_size, helpers, kind, model, OPTIONS[options], timeout=120.0)
 
 
-class Scaled(torch.nn.Module):
-    """A linear layer and a 0-dim parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.scale = torch.nn.Linear(3, 5), torch.nn.Parameter(torch.rand(()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x) * self.scale
-
-
 @pytest.mark.parametrize("broadcast", [False, True])
 @on_ranks(2)
 def test_full_state_dict_of_0_dim_parameters(rank: int, world_size: int, broadcast: bool) -> None:
@@ -220,7 +208,8 @@ def test_full_state_dict_of_0_dim_parameters(rank: int, world_size: int, broadca
     kept = []
     for seed in (1, 2):
         torch.manual_seed(seed)
-        module = Scaled()
+        scale = nn.Parameter(torch.rand(()))
+        module = Composed(lambda m, x: m.linear(x) * m.scale, linear=nn.Linear(3, 5), scale=scale)
         shardkit.fully_shard(module)
         optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
         if kept:
@@ -245,8 +234,7 @@ def test_broadcast_after_meta_initialisation(rank: int, world_size: int, kind: s
     full = spec.build().state_dict()
     with torch.device("meta"):
         module = spec.build()
-    for part in (*spec.blocks(module), module):
-        shardkit.fully_shard(part, mesh=mesh)
+    shard_each(*spec.blocks(module), module, mesh=mesh)
     module.to_empty(device="cpu")
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(module, dict(full) if rank == 0 else {}, options=options)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardkit.core import fully_shard
-from shardkit.core.checkpoint import TrainingState
+from shardkit.core.checkpoint import CheckpointManager, TrainingState
 from tests.support import rank_mesh
 
 
@@ -195,3 +195,20 @@ class Held:
 
     def load_state_dict(self, state: Any) -> None:
         self.state = state
+
+
+def small_state() -> TrainingState:
+    return TrainingState(nn.Linear(1, 1))
+
+
+def saved(path: Path | str, state: TrainingState, *steps: int, **options: Any) -> CheckpointManager:
+    """A manager of that directory that has saved the state at each step."""
+    manager = CheckpointManager(path, **options)
+    for step in steps:
+        manager.save(step, state, blocking=True)
+    return manager
+
+
+def local(value: torch.Tensor) -> torch.Tensor:
+    """This rank's part; of a plain tensor all of it."""
+    return value.to_local() if isinstance(value, DTensor) else value
