@@ -1,13 +1,16 @@
 """Optimizer state in files: the bits of state in memory, within the bytes that may be resident, and nothing left."""
 
+import contextlib
 import copy
 import ctypes
 import gc
 import os
 import resource
 import signal
+import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +20,7 @@ from torch import nn
 
 from shardkit.core import fully_shard
 from shardkit.core.beyond import FileTier, overlap_step, steps
-from shardkit.core.checkpoint import CheckpointManager, TrainingState
+from shardkit.core.checkpoint import CheckpointError, CheckpointManager, TrainingState, saving
 from tests.core.checkpoint.trainee import ElasticLoader, Trainee, differences
 from tests.core.optimizer_steps.placed_training import assert_same
 from tests.support import RankFailure, on_ranks, rank_mesh, run_ranks
@@ -228,6 +231,77 @@ def test_a_killed_run_resumes_on_other_ranks_with_and_without_files(tmp_path: Pa
     for world_size, in_files in ((3, False), (1, True)):
         for seen in run_ranks(world_size, _restore, tmp_path, in_files):
             assert differences(seen, expected) == []
+
+
+class Interrupted(threading.Event):
+    """Ctrl-C ends as many waits of the thread that saves as are left."""
+
+    left = 0
+
+    def wait(self, timeout: float | None = None) -> bool:
+        if Interrupted.left and not threading.current_thread().name.startswith("checkpoint-"):
+            Interrupted.left -= 1
+            raise KeyboardInterrupt
+        return super().wait(timeout)
+
+
+@pytest.mark.parametrize(
+    ("at", "waits", "published"),
+    [("", 1, True), ("", 2, False), ("start", 0, True), ("start", 1, False), ("fill", 0, False)],
+    ids=["a wait", "two waits", "the start", "the start and a wait", "before the start"],
+)
+@on_ranks(2)
+def test_an_interrupted_save_is_whole_or_fails(
+    rank: int, world_size: int, tmp_path: Path, at: str, waits: int, published: bool
+) -> None:
+    """Ctrl-C on one rank: `save` goes on until its part is on disk; once more, and nothing is published."""
+    runs, changed = Runs(world_size, FileTier(tmp_path / "tier", "1GiB")), threading.Event()
+    runs.step(rank)
+    state = TrainingState(runs.models[0], runs.optimizers[0], rng=False)
+    expected = copy.deepcopy(runs.optimizers[0].state_dict())
+    write, start = saving.write_file, threading.Thread.start
+
+    def write_late(*args: Any) -> Any:
+        if not published:
+            changed.wait()
+        return write(*args)
+
+    def start_and_raise(thread: threading.Thread) -> None:
+        start(thread)
+        if thread.name == "checkpoint-2":
+            raise KeyboardInterrupt
+
+    def interrupt(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    manager = CheckpointManager(tmp_path / "saved")
+    manager.save(1, state, blocking=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saving, "write_file", write_late)
+        if rank == 1:
+            patch.setattr(saving, "threading", SimpleNamespace(**(vars(threading) | {"Event": Interrupted})))
+            patch.setattr(Interrupted, "left", waits)
+            if at == "fill":
+                patch.setattr(saving.LiveImage, "fill", interrupt)
+            if at == "start":
+                patch.setattr(threading.Thread, "start", start_and_raise)
+        else:
+            changed.set()
+        with pytest.raises(KeyboardInterrupt) if rank == 1 else contextlib.nullcontext():
+            manager.save(2, state)
+        runs.step(10 + rank)
+        runs.optimizers[0].state_dict()
+        changed.set()
+        if published:
+            manager.wait()
+        else:
+            with pytest.raises(
+                CheckpointError, match=r"rank 1.*interrupted while state in files was .*; save again|by Key"
+            ):
+                manager.wait()
+    assert [one.step for one in manager.checkpoints()] == [1, 2][: 1 + published]
+    manager.restore(state)
+    assert_same(runs.optimizers[0].state_dict(), expected, "restored")
 
 
 def _cut_short(rank: int, world_size: int, path: Path, parameters: bool) -> None:

@@ -231,6 +231,7 @@ def write_part(
     image: Sequence[bytes | memoryview],
     plan: Plan,
     progress: Callable[[int], object],
+    before_note: Callable[[], object] = lambda: None,
 ) -> None:
     """Writes this rank's data file and then its note into an existing directory. Raises OSError."""
     placed, end = [], sum(map(len, image))
@@ -246,6 +247,7 @@ def write_part(
         "empties": [encode_path(path) for path in plan.empties],
         "order": [encode_path(path) for path in plan.order],
     }
+    before_note()
     if isinstance(directory, ObjectPath):
         with writing_object(directory / _note(rank)) as write:
             write(seal(document))
@@ -419,6 +421,10 @@ class Save:
         self._began = time.monotonic()
         self._ended: float | None = None
         self._abandoned: str | None = None
+        self._starter = threading.current_thread()
+        self._started = threading.Event()  # `start` has ended
+        self._unchanged = not image.is_live  # the values, while the data file was written
+        self._data_done = threading.Event()
         self._part_done = threading.Event()
         self._part_error: Exception | None = None
         self._commit_error: Exception | None = None
@@ -432,13 +438,23 @@ class Save:
             self._total = sum(map(len, (*self._image.parts, *(data for _, data in self._plan.objects))))
             self._thread.start()
             if self._image.is_live:
-                try:
-                    self._part_done.wait()
-                finally:
-                    self._part_done.wait()  # after Ctrl-C, too: a step would change what is being written
-                self._image.parts = []
+                self._await_data()
         except Exception as error:  # noqa: BLE001 (the other ranks have begun, this one must not raise alone)
             self._fail(error)
+        except BaseException as error:
+            if self._thread.ident is None:
+                self._fail(error)
+            elif self._image.is_live:
+                self._await_data()  # a step would change what is being written; a second Ctrl-C fails the save
+            raise
+        finally:
+            self._started.set()
+
+    def _await_data(self) -> None:
+        self._data_done.wait()
+        self._unchanged = True
+        if isinstance(self._image, LiveImage):
+            self._image.parts = []
 
     @property
     def step(self) -> int:
@@ -450,6 +466,7 @@ class Save:
 
     def await_part(self) -> Exception | None:
         """Waits until this rank's part is on disk; returns the error if it failed. Then the image may change again."""
+        self._started.set()  # if Ctrl-C came just before `start` did so
         self._part_done.wait()
         return self._part_error
 
@@ -471,7 +488,7 @@ class Save:
     def _run(self) -> None:
         try:
             with self._directory.writing_in(self._temporary):
-                write_part(self._temporary, self._rank, self._image.parts, self._plan, self._count)
+                write_part(self._temporary, self._rank, self._image.parts, self._plan, self._count, self._check)
                 self._part_done.set()
                 if self._rank == 0:
                     self._phase = "committing"
@@ -479,6 +496,20 @@ class Save:
             self._phase = "done"
         except BaseException as error:  # noqa: BLE001 (the training thread raises it, whatever ended this one)
             self._fail(error)
+
+    def _check(self) -> None:
+        """Before this rank's note, without which nothing is published.
+
+        Raises:
+            CheckpointError: if the training went on while its values were written.
+        """
+        self._data_done.set()
+        while not self._started.wait(1.0) and self._starter.is_alive():
+            pass
+        if not self._unchanged or self._part_error is not None:
+            raise CheckpointError(
+                "it was interrupted while state in files was written, which may have changed meanwhile; save again"
+            )
 
     def _fail(self, error: BaseException) -> None:
         _LOG.error("saving step %d to %s failed: %s", self.step, self._directory.path, error)
@@ -490,6 +521,7 @@ class Save:
             self._remove()
         else:
             self._part_error = error  # `abandon` removes the files: other ranks may be writing now
+            self._data_done.set()
             self._part_done.set()
 
     def _remove(self) -> None:
