@@ -80,6 +80,21 @@ def _not_the_last(run: Run) -> None:
         whole_step(run)
 
 
+def _not_the_last_two(run: Run) -> None:
+    """The second backward adds to the sums of the first; what it added is free memory in the third."""
+    for number in range(3):
+        run.model.set_is_last_backward(number == 2)
+        whole_step(run)
+
+
+def _unshard_between(run: Run) -> None:
+    """Steps after reductions of the first backward are under way when the user gathers the blocks again."""
+    for last in (False, True):
+        run.model.set_is_last_backward(last)
+        unshard_ahead(run.model)
+        whole_step(run)
+
+
 def _waits_beside_a_reduction(run: Run) -> None:
     """Reductions of the first backward may be under way when the second one leaves gradients that wait."""
     for number, reduces in enumerate((True, False, True)):
@@ -120,8 +135,10 @@ def _backwards_on_two_streams(run: Run) -> None:
     _on_a_side_stream(run)
     run.model.set_is_last_backward(True)
     whole_step(run)
-    with torch.get_device_module("sim").stream(_side_stream(run)):
+    module, side = torch.get_device_module("sim"), _side_stream(run)
+    with module.stream(side):
         torch.zeros(64, device="sim")
+    module.current_stream().wait_stream(side)  # as the end of a capture demands
 
 
 def _unshard_here_compute_there(run: Run) -> None:
@@ -141,6 +158,7 @@ def _step_while_gathering(run: Run) -> None:
     whole_step(run)
     unshard_ahead(run.model)
     optimize(run)
+    whole_step(run)
 
 
 def _evaluate_between(run: Run) -> None:
@@ -356,7 +374,7 @@ def _skip(step: int, count: int) -> list[int]:
 def _last_left_out(step: int, count: int) -> list[int]:
     """The last block is not gathered between two steps, and then it is the first to be."""
     every = list(range(count))
-    return (every, every[:-1], every[::-1])[step]
+    return (every, every[:-1], every[::-1])[step % 3]
 
 
 def configuration(name: str, *, on_stock: bool = True, **given: Any) -> Configuration:
@@ -377,6 +395,7 @@ CONFIGURATIONS: list[Configuration] = [
     configuration("bf16 parameters, fp32 reduction", mixed=True, build=_in_bf16),
     configuration("gradients add up, bf16 parameters", mixed=True, build=_in_bf16, step=_gradients_add_up),
     configuration("gradients add up, HSDP", replicas=2, step=_gradients_add_up),
+    configuration("gradients add up, HSDP, not the last two", replicas=2, step=_not_the_last_two),
     configuration("CPU offload, gradients add up", offload={}, step=_gradients_add_up),
     configuration("tensor subclass", build=_subclass, on_stock=False),
     configuration("HSDP", replicas=2),
@@ -444,6 +463,16 @@ CONFIGURATIONS: list[Configuration] = [
     ),
     configuration("optimizer in backward, HSDP", prepare=_in_backward, replicas=2),
     configuration("optimizer in backward, HSDP, not the last", prepare=_in_backward, replicas=2, step=_not_the_last),
+    configuration(
+        "optimizer in backward, unshard between", prepare=_in_backward, step=_unshard_between, on_stock=False
+    ),
+    configuration(
+        "optimizer in backward, chunk by chunk",
+        prepare=_in_backward,
+        together=(3, 4),
+        step=_chunk_by_chunk,
+        on_stock=False,
+    ),
     configuration("side stream", step=_on_a_side_stream),
     configuration("backwards on two streams", step=_backwards_on_two_streams, on_stock=False),
     configuration("shards written between forward and backward", step=_write_between, on_stock=False),
@@ -468,6 +497,7 @@ CONFIGURATIONS: list[Configuration] = [
     configuration("evaluation between", step=_evaluate_between),
     configuration("two forwards, two backwards", step=_two_forwards),
     configuration("interrupted forward", step=_interrupted, on_stock=False),
+    configuration("interrupted forward, tensor subclass", build=_subclass, step=_interrupted, on_stock=False),
     configuration("all-reduce hook", prepare=_hook(stream=False), replicas=2),
     configuration("all-reduce hook on a stream", prepare=_hook(stream=True)),
     configuration(

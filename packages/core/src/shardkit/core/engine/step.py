@@ -59,7 +59,6 @@ from shardkit.core.tensors import (
 from shardkit.core.torch_compat import (
     base_of,
     current_backward,
-    has_gradient_hooks,
     is_leaf_or_view,
     local_of,
     made_since,
@@ -224,9 +223,7 @@ class FSDPState:
             # Once for all: gathers of this iteration wait for work queued before it, such as a step or a load. If hooks
             # of gradients step on the shards, these writes come when the reductions in flight end.
             context.gathers.wait_event(context.gathers.current_event())
-            if context.is_reducing and any(
-                has_gradient_hooks(one.sharded_param) for group in groups for one in group.params
-            ):
+            if context.is_reducing and any(group.written for group in groups):
                 context.wait_for_writers()
             for group in groups:
                 group.versions[:] = versions_of([param.sharded_param for param in group.params])
