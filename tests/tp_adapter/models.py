@@ -3,8 +3,10 @@
 Between up and down the activations stay DTensors: torch takes a plain local tensor for an even shard.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,94 +14,66 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 from shardkit.tp_adapter import FusedColwiseParallel
+from tests.support import rank_mesh
+from tests.support.models import Composed
+from tests.support.sharding import shard_each
 
 BATCH, SEQUENCE = 2, 4
 
 
-class Feed(nn.Module):
-    """norm, up, down; the norm can be sequence-parallel, `scale` stays a plain parameter."""
+def chain(first: nn.Module, blocks: Callable[[], nn.Module], rest: Callable[[Any, Tensor], Tensor], **more: Any) -> Any:
+    """`first`, two blocks and the rest of forward; `more` are its modules and parameters."""
 
-    def __init__(self, width: int, hidden: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, hidden)
-        self.down = nn.Linear(hidden, width)
+    def run(model: Any, x: Tensor) -> Tensor:
+        x = model.first(x)
+        for block in model.blocks:
+            x = block(x)
+        return rest(model, x)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
+    return Composed(run, first=first, blocks=nn.ModuleList(blocks() for _ in range(2)), **more)
 
 
-class TensorModel(nn.Module):
+def feed(width: int, hidden: int) -> nn.Module:
+    """norm, up, down; the norm can be sequence-parallel."""
+    parts = {"norm": nn.LayerNorm(width), "up": nn.Linear(width, hidden), "down": nn.Linear(hidden, width)}
+    return Composed(lambda m, x: x + m.down(F.gelu(m.up(m.norm(x)))), **parts)
+
+
+def tensor_model(width: int = 8, hidden: int = 16) -> nn.Module:
     """Activations are whole on every rank; `scale` and the norms are plain parameters."""
-
-    def __init__(self, width: int = 8, hidden: int = 16) -> None:
-        super().__init__()
-        self.inp = nn.Linear(6, width)
-        self.blocks = nn.ModuleList(Feed(width, hidden) for _ in range(2))
-        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.inp(x)
-        for block in self.blocks:
-            x = block(x)
-        return x * self.scale
+    scale = nn.Parameter(torch.linspace(0.5, 1.5, width))
+    return chain(nn.Linear(6, width), lambda: feed(width, hidden), lambda m, x: x * m.scale, scale=scale)
 
 
-class LanguageModel(nn.Module):
+def language_model(width: int = 8, hidden: int = 16, vocabulary: int = 12, tied: bool = False) -> nn.Module:
     """Embedding and head cut over the vocabulary, norms sequence-parallel; the head can be the embedding."""
-
-    def __init__(self, width: int = 8, hidden: int = 16, vocabulary: int = 12, tied: bool = False) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(vocabulary, width)
-        self.blocks = nn.ModuleList(Feed(width, hidden) for _ in range(2))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, vocabulary, bias=False)
-        self.tied = tied
-        self.tie()
-
-    def tie(self) -> None:
-        if self.tied:
-            self.head.weight = self.embedding.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
+    more = {"norm": nn.LayerNorm(width), "head": nn.Linear(width, vocabulary, bias=False), "tied": tied}
+    embedding = nn.Embedding(vocabulary, width)
+    return tie(chain(embedding, lambda: feed(width, hidden), lambda m, x: m.head(m.norm(x)), **more))
 
 
-def parallelize_tensor_model(model: nn.Module, tp: DeviceMesh) -> None:
-    plan: dict[str, Any] = {"inp": ColwiseParallel(output_layouts=Replicate())}
-    for index in range(len(model.blocks)):
-        plan |= {
-            f"blocks.{index}.up": ColwiseParallel(use_local_output=False),
-            f"blocks.{index}.down": RowwiseParallel(),
-        }
-    parallelize_module(model, tp, plan)
+def tie(model: Any) -> Any:
+    if getattr(model, "tied", False):
+        model.head.weight = model.first.weight
+    return model
 
 
-def parallelize_language_model(model: nn.Module, tp: DeviceMesh) -> None:
-    plan: dict[str, Any] = {
-        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-        "norm": SequenceParallel(),
-        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
-    }
-    for index in range(len(model.blocks)):
-        plan |= {
-            f"blocks.{index}.norm": SequenceParallel(),
-            f"blocks.{index}.up": ColwiseParallel(input_layouts=Shard(1), use_local_output=False),
-            f"blocks.{index}.down": RowwiseParallel(output_layouts=Shard(1)),
-        }
-    parallelize_module(model, tp, plan)
-    model.tie()
+TENSOR_PLAN = {
+    "first": ColwiseParallel(output_layouts=Replicate()),
+    "blocks.*.up": ColwiseParallel(use_local_output=False),
+    "blocks.*.down": RowwiseParallel(),
+}
+LANGUAGE_PLAN = {
+    "first": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+    "norm": SequenceParallel(),
+    "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    "blocks.*.norm": SequenceParallel(),
+    "blocks.*.up": ColwiseParallel(input_layouts=Shard(1), use_local_output=False),
+    "blocks.*.down": RowwiseParallel(output_layouts=Shard(1)),
+}
 
 
 @dataclass(frozen=True)
@@ -107,42 +81,17 @@ class TPSpec:
     """A model, with the parts that a training loop needs."""
 
     build: Callable[[], nn.Module]
-    parallelize: Callable[[nn.Module, DeviceMesh], None]
+    plan: dict[str, Any]
     inputs: Callable[[torch.Generator], Tensor]
+
+    def parallelize(self, model: nn.Module, tp: DeviceMesh) -> None:
+        parallelize_module(model, tp, self.plan)
+        tie(model)
 
     def loss(self, model: nn.Module, seed: int) -> Tensor:
         """The loss of the micro-batch that `seed` stands for."""
         output = model(self.inputs(torch.Generator().manual_seed(seed)))
         return (output - 0.5).square().mean()
-
-
-def _features(generator: torch.Generator) -> Tensor:
-    return torch.randn(BATCH, SEQUENCE, 6, generator=generator)
-
-
-def _tokens(generator: torch.Generator) -> Tensor:
-    return torch.randint(5, (BATCH, SEQUENCE), generator=generator)
-
-
-def _uneven_tensor_model() -> nn.Module:
-    return TensorModel(7, 9)
-
-
-def _tied_language_model() -> nn.Module:
-    return LanguageModel(tied=True)
-
-
-def _uneven_language_model() -> nn.Module:
-    return LanguageModel(8, 9, 11)
-
-
-SPECS = {
-    "tensor": TPSpec(TensorModel, parallelize_tensor_model, _features),
-    "uneven": TPSpec(_uneven_tensor_model, parallelize_tensor_model, _features),
-    "language": TPSpec(LanguageModel, parallelize_language_model, _tokens),
-    "tied": TPSpec(_tied_language_model, parallelize_language_model, _tokens),
-    "uneven_language": TPSpec(_uneven_language_model, parallelize_language_model, _tokens),
-}
 
 
 def build(name: str) -> nn.Module:
@@ -153,70 +102,37 @@ def build(name: str) -> nn.Module:
 
 def shard(model: nn.Module, api: Any, mesh: DeviceMesh, **options: Any) -> None:
     """`fully_shard` of each block and of the model."""
-    for block in model.blocks:
-        api.fully_shard(block, mesh=mesh, **options)
-    api.fully_shard(model, mesh=mesh, **options)
+    shard_each(*model.blocks, model, api=api, mesh=mesh, **options)
 
 
-class SwiGLU(nn.Module):
-    """Gate and up in one weight, or as two layers."""
-
-    def __init__(self, fused: bool, width: int = 6, hidden: int = 8) -> None:
-        super().__init__()
-        if fused:
-            self.gate_up = nn.Linear(width, 2 * hidden)
-        else:
-            self.gate, self.up = nn.Linear(width, hidden), nn.Linear(width, hidden)
-        self.down = nn.Linear(hidden, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, -1) if hasattr(self, "gate_up") else (self.gate(x), self.up(x))
-        return x + self.down(F.silu(gate) * up)
+def axes(shape: tuple[int, ...]) -> tuple[DeviceMesh, DeviceMesh]:
+    """The data-parallel part of a mesh over all ranks, and its last axis, which is tensor-parallel."""
+    mesh = rank_mesh(shape, NAMES[len(shape)])
+    return (mesh["dp"] if len(shape) == 2 else mesh["dp_replicate", "dp_shard"]), mesh["tp"]
 
 
-class FusedModel(nn.Module):
-    """Blocks with fused weights."""
+def fused_model(fused: bool = True) -> nn.Module:
+    """Blocks with gate and up in one weight, or as two layers."""
 
-    def __init__(self, fused: bool = True) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(SwiGLU(fused) for _ in range(2))
-        self.out = nn.Linear(6, 6)
+    def run(block: Any, x: Tensor) -> Tensor:
+        gate, up = block.gate_up(x).chunk(2, -1) if fused else (block.gate(x), block.up(x))
+        return x + block.down(F.silu(gate) * up)
 
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.out(x)
+    def swiglu() -> nn.Module:
+        parts = {"gate_up": nn.Linear(6, 16)} if fused else {"gate": nn.Linear(6, 8), "up": nn.Linear(6, 8)}
+        return Composed(run, **parts, down=nn.Linear(8, 6))
 
-
-def parallelize_fused_model(model: nn.Module, tp: DeviceMesh) -> None:
-    plan: dict[str, Any] = {}
-    for index in range(len(model.blocks)):
-        plan |= {
-            f"blocks.{index}.gate_up": FusedColwiseParallel("gate", "up"),
-            f"blocks.{index}.down": RowwiseParallel(),
-        }
-    parallelize_module(model, tp, plan)
+    return chain(nn.Identity(), swiglu, lambda m, x: m.out(x), out=nn.Linear(6, 6))
 
 
-class PackedModel(nn.Module):
+def packed_model() -> nn.Module:
     """Three logical tensors in one weight, so that two ranks of data parallelism cut through the second."""
 
-    def __init__(self, packed: bool = True) -> None:
-        super().__init__()
-        if packed:
-            self.qkv = nn.Linear(6, 12)
-        else:
-            self.q, self.k, self.v = (nn.Linear(6, 4) for _ in range(3))
-        self.blocks = nn.ModuleList()
-        self.out = nn.Linear(4, 6)
+    def run(model: Any, x: Tensor) -> Tensor:
+        q, k, v = model.qkv(x).chunk(3, -1)
+        return model.out(q * k.sigmoid() + v)
 
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).chunk(3, -1) if hasattr(self, "qkv") else (self.q(x), self.k(x), self.v(x))
-        return self.out(q * k.sigmoid() + v)
-
-
-def parallelize_packed_model(model: nn.Module, tp: DeviceMesh) -> None:
-    parallelize_module(model, tp, {"qkv": FusedColwiseParallel("q", "k", "v"), "out": RowwiseParallel()})
+    return Composed(run, qkv=nn.Linear(6, 12), blocks=nn.ModuleList(), out=nn.Linear(4, 6))
 
 
 @dataclass(frozen=True)
@@ -269,35 +185,36 @@ class GroupedAttention(nn.Module):
         return q, k.repeat_interleave(self.heads.ratio, 1), v.repeat_interleave(self.heads.ratio, 1)
 
 
-class GroupedModel(nn.Module):
+def grouped_model(packed: bool = True) -> nn.Module:
     """Two blocks of grouped-query attention."""
-
-    def __init__(self, packed: bool = True) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(GroupedAttention(packed, 6, HEADS) for _ in range(2))
-        self.head = nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+    blocks = lambda: GroupedAttention(packed, 6, HEADS)  # noqa: E731
+    return chain(nn.Identity(), blocks, lambda m, x: m.head(x), head=nn.Linear(6, 6))
 
 
-def parallelize_grouped_model(model: nn.Module, tp: DeviceMesh) -> None:
-    plan: dict[str, Any] = {}
-    for index in range(len(model.blocks)):
-        plan |= {
-            f"blocks.{index}.qkv_proj": FusedColwiseParallel(*PROJECTIONS, sizes=HEADS.sizes),
-            f"blocks.{index}.o_proj": RowwiseParallel(),
-        }
-    parallelize_module(model, tp, plan)
+def _features(generator: torch.Generator) -> Tensor:
+    return torch.randn(BATCH, SEQUENCE, 6, generator=generator)
 
 
-SPECS["grouped"] = TPSpec(GroupedModel, parallelize_grouped_model, _features)
-SPECS["fused"] = TPSpec(FusedModel, parallelize_fused_model, _features)
-SPECS["packed"] = TPSpec(PackedModel, parallelize_packed_model, _features)
+def _tokens(generator: torch.Generator) -> Tensor:
+    return torch.randint(5, (BATCH, SEQUENCE), generator=generator)
 
 
+FUSED_PLAN = {"blocks.*.gate_up": FusedColwiseParallel("gate", "up"), "blocks.*.down": RowwiseParallel()}
+PACKED_PLAN = {"qkv": FusedColwiseParallel("q", "k", "v"), "out": RowwiseParallel()}
+GROUPED_PLAN = {
+    "blocks.*.qkv_proj": FusedColwiseParallel(*PROJECTIONS, sizes=HEADS.sizes),
+    "blocks.*.o_proj": RowwiseParallel(),
+}
+SPECS = {
+    "tensor": TPSpec(tensor_model, TENSOR_PLAN, _features),
+    "uneven": TPSpec(partial(tensor_model, 7, 9), TENSOR_PLAN, _features),
+    "language": TPSpec(language_model, LANGUAGE_PLAN, _tokens),
+    "tied": TPSpec(partial(language_model, tied=True), LANGUAGE_PLAN, _tokens),
+    "uneven_language": TPSpec(partial(language_model, 8, 9, 11), LANGUAGE_PLAN, _tokens),
+    "grouped": TPSpec(grouped_model, GROUPED_PLAN, _features),
+    "fused": TPSpec(fused_model, FUSED_PLAN, _features),
+    "packed": TPSpec(packed_model, PACKED_PLAN, _features),
+}
 NAMES = {2: ("dp", "tp"), 3: ("dp_replicate", "dp_shard", "tp")}
 OPTIMIZERS = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3),
@@ -320,10 +237,5 @@ class Experts(nn.Module):
         return DTensor.from_local(out, mesh, [Partial()], run_check=False).full_tensor()
 
 
-class Mixture(nn.Module):
-    def __init__(self, experts: int = 4) -> None:
-        super().__init__()
-        self.inp, self.experts = nn.Linear(3, 3), Experts(experts)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.experts(self.inp(x))
+def mixture(experts: int = 4) -> Any:
+    return nn.Sequential(OrderedDict(inp=nn.Linear(3, 3), experts=Experts(experts)))

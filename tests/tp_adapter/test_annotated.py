@@ -11,7 +11,9 @@ from torch.distributed.tensor import DTensor
 
 import shardkit.core as shardkit
 from shardkit.core import DataParallelMeshDims, MixedPrecisionPolicy, full_state_dict, fully_shard
-from tests.support import rank_mesh, run_ranks
+from tests.support import on_ranks, rank_mesh
+from tests.support.models import Composed
+from tests.support.sharding import shard_each
 
 pytest.importorskip("spmd_types")
 
@@ -79,7 +81,14 @@ def sharded(api: Any, mesh: DeviceMesh, size: int, **options: Any) -> Any:
         return api(annotated(mesh, size, KINDS), mesh=mesh, dp_mesh_dims=dims, **options)
 
 
-def _trains(rank: int, world_size: int, case: str, size: int, reduce_dtype: torch.dtype | None) -> None:
+@pytest.mark.parametrize(
+    ("case", "size", "reduce_dtype"),
+    [("FSDP", ODD, torch.float32), ("HSDP", EVEN, None), ("tp first", ODD, None), ("one rank of tp", EVEN, None)],
+)
+@on_ranks(4)
+def test_trains_as_whole_tensors(
+    rank: int, world_size: int, case: str, size: int, reduce_dtype: torch.dtype | None
+) -> None:
     names, sizes = MESHES[case]
     mesh = rank_mesh(sizes, names)
     data = sum(place for place, name in zip(mesh.get_coordinate(), names, strict=True) if name != "tp")
@@ -108,23 +117,13 @@ def _trains(rank: int, world_size: int, case: str, size: int, reduce_dtype: torc
         assert torch.equal(values[name], join[kind](each) if kind in join else each[0]), name
 
 
-@pytest.mark.parametrize(
-    ("case", "size", "reduce_dtype"),
-    [("FSDP", ODD, torch.float32), ("HSDP", EVEN, None), ("tp first", ODD, None), ("one rank of tp", EVEN, None)],
-)
-def test_trains_as_whole_tensors(case: str, size: int, reduce_dtype: torch.dtype | None) -> None:
-    run_ranks(4, _trains, case, size, reduce_dtype)
-
-
-def _refused(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_what_has_no_placement_is_refused(rank: int, world_size: int) -> None:
     mesh = rank_mesh((2, 2), ("shard", "tp"))
     dims = DataParallelMeshDims(shard="shard")
-    for kinds, kind, message in (
-        (KINDS | {"norm": "V"}, NotImplementedError, "'norm' with .*V on the axis 'tp'.*use one of these"),
-        (KINDS | {"norm": "P"}, NotImplementedError, "'norm' with .*P on the axis 'tp'"),
-    ):
-        with pytest.raises(kind, match=message):
-            fully_shard(annotated(mesh, EVEN, kinds), mesh=mesh, dp_mesh_dims=dims)
+    for kind in "VP":
+        with pytest.raises(NotImplementedError, match=f"'norm' with .*{kind} on the axis 'tp'.*use one of these"):
+            fully_shard(annotated(mesh, EVEN, KINDS | {"norm": kind}), mesh=mesh, dp_mesh_dims=dims)
     import spmd_types as spmd
 
     model = annotated(mesh, EVEN, {})
@@ -139,17 +138,9 @@ def _refused(rank: int, world_size: int) -> None:
         fully_shard(model, mesh=mesh, dp_mesh_dims=dims)
 
 
-def test_what_has_no_placement_is_refused() -> None:
-    run_ranks(4, _refused)
-
-
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight, self.scale = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.ones(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return ((x * self.scale) @ self.weight.t()).tanh()
+def layer() -> nn.Module:
+    weight, scale = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.ones(4))
+    return Composed(lambda m, x: ((x * m.scale) @ m.weight.t()).tanh(), weight=weight, scale=scale)
 
 
 def checked(api: Any, mesh: DeviceMesh, dtypes: tuple[torch.dtype, ...], *, checks: bool) -> list[torch.Tensor]:
@@ -158,13 +149,12 @@ def checked(api: Any, mesh: DeviceMesh, dtypes: tuple[torch.dtype, ...], *, chec
     from spmd_types.checker import typecheck
 
     torch.manual_seed(0)
-    model, losses = nn.Sequential(Layer(), Layer()), []
+    model, losses = nn.Sequential(layer(), layer()), []
     dims, policy = api.DataParallelMeshDims(shard="shard"), api.MixedPrecisionPolicy(*dtypes)
     with spmd.set_current_mesh(mesh):
         for parameter in model.parameters():
             spmd.assert_type(parameter, {"tp": spmd.I})
-        for module in (*model, model):
-            api.fully_shard(module, mesh=mesh, dp_mesh_dims=dims, mp_policy=policy)
+        shard_each(*model, model, api=api, mesh=mesh, dp_mesh_dims=dims, mp_policy=policy)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(3):
             torch.manual_seed(10 * step + mesh["shard"].get_local_rank())
@@ -186,16 +176,13 @@ def checked(api: Any, mesh: DeviceMesh, dtypes: tuple[torch.dtype, ...], *, chec
     return losses
 
 
-def _checks_types(rank: int, world_size: int, dtypes: tuple[torch.dtype, ...]) -> None:
+@pytest.mark.parametrize("dtypes", [(), (torch.bfloat16, torch.float32)])
+@on_ranks(4)
+def test_types_are_checked_in_forward(rank: int, world_size: int, dtypes: tuple[torch.dtype, ...]) -> None:
+    """Our hooks pass types on, of inputs that are cast, and of outputs."""
     mesh = rank_mesh((2, 2), ("shard", "tp"))
     seen = [checked(shardkit, mesh, dtypes, checks=checks) for checks in (False, True)]
     if torch.__version__ >= (2, 15):
         seen.append(checked(stock, mesh, dtypes, checks=True))
     for losses in seen[1:]:
         assert all(map(torch.equal, seen[0], losses))
-
-
-@pytest.mark.parametrize("dtypes", [(), (torch.bfloat16, torch.float32)])
-def test_types_are_checked_in_forward(dtypes: tuple[torch.dtype, ...]) -> None:
-    """Our hooks pass types on, of inputs that are cast, and of outputs."""
-    run_ranks(4, _checks_types, dtypes)

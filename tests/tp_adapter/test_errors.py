@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from shardkit.core import DataParallelMeshDims, fully_shard
 from shardkit.core.torch_compat import GRAD_DTYPE_DECIDES, new_dtensor
 from shardkit.tp_adapter import FusedColwiseParallel, SubBlocks, adapter, declare_sub_blocks
-from tests.support import on_ranks, rank_mesh, run_ranks
+from tests.support import on_ranks, rank_mesh
 
 
 class Odd(Placement):
@@ -34,7 +34,8 @@ def distributed(mesh: DeviceMesh, *placements: Placement) -> nn.Module:
     return holding(distribute_tensor(torch.ones(4, 4), mesh, list(placements)))
 
 
-def refusals(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_refusals(rank: int, world_size: int) -> None:
     mesh = rank_mesh((2, 2), ("dp", "tp"))
 
     with pytest.raises(ValueError, match=r"(?s)'0\.weight' with placements \(Shard\(dim=0\),\).*overlap.*mesh\['tp'\]"):
@@ -74,7 +75,8 @@ def refusals(rank: int, world_size: int) -> None:
     fully_shard(model, mesh=mesh, dp_mesh_dims=dims)
 
 
-def fused_refusals(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_refusals_of_fused_weights(rank: int, world_size: int) -> None:
     tensor = rank_mesh((2, 2), ("dp", "tp"))["tp"]
     style = FusedColwiseParallel("gate", "up")
     of_module = r"FusedColwiseParallel\('gate', 'up'\) of Linear\(in_features=4, .*\): 'weight' of shape "
@@ -92,11 +94,6 @@ def fused_refusals(rank: int, world_size: int) -> None:
     declare_sub_blocks(model[0], "weight", SubBlocks(("a", "b", "c", "d")))
     with pytest.raises(ValueError, match=r"'0\.weight'.*\('a', 'b', 'c', 'd'\), of 1 each on dim 0.*2 ranks do not"):
         fully_shard(model, mesh=rank_mesh((2, 2), ("dp", "tp"))["dp"])
-
-
-@pytest.mark.parametrize("body", [refusals, fused_refusals])
-def test_refusals(body):
-    run_ranks(4, body)
 
 
 @on_ranks(4, isolated=True)

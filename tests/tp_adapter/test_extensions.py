@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel.fsdp import DTensorExtensions as StockExtensions
 
 from shardkit.tp_adapter.extensions import DTensorExtensions
-from tests.support import on_ranks, rank_mesh, run_ranks
+from tests.support import on_ranks, rank_mesh
 from tests.tp_adapter.models import SPECS, build
 
 OURS = DTensorExtensions()
@@ -20,7 +20,9 @@ def boxes(tensor) -> list[tuple[list[int], list[int]]]:
     return [(list(one.shard_offsets), list(one.shard_sizes)) for one in tensor.metadata().shards_metadata]
 
 
-def old_format(rank: int, world_size: int, path: Path) -> None:
+@on_ranks(4)
+def test_the_old_format(rank: int, world_size: int, tmp_path: Path) -> None:
+    path = tmp_path
     mesh = rank_mesh((2, 2), ("dp", "tp"))
     stock = StockExtensions(torch.get_device_module("cpu"))
     arguments = (mesh.get_local_rank("dp"), 2, 1, mesh["dp"].get_group())
@@ -74,10 +76,6 @@ def mine_whole(dtensor: DTensor, mesh):
 
     local = dtensor.to_local()
     return sharded_tensor(_model_pieces(dtensor), dtensor.shape, local, local, mesh["tp"].get_group())
-
-
-def test_the_old_format(tmp_path: Path):
-    run_ranks(4, old_format, tmp_path)
 
 
 @on_ranks(4)

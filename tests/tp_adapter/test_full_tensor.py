@@ -2,45 +2,36 @@
 
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from shardkit.core import fully_shard
-from tests.support import rank_mesh, run_ranks
+from tests.support import run_ranks
+from tests.support.models import Composed
+from tests.tp_adapter.models import axes
 
-NAMES = {2: ("dp", "tp"), 3: ("dp_replicate", "dp_shard", "tp")}
 MESHES = {2: [(2, 1), (1, 2)], 3: [(3, 1), (1, 3)], 4: [(2, 2), (1, 2, 2), (2, 1, 2)]}
 SHAPES = [(1,), (3,), (9,), (8, 3), (1, 6), (5, 7), (0, 3), (2, 4, 3)]
 
 
-class Holder(nn.Module):
-    def __init__(self, tensor: torch.Tensor) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(tensor)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        local = self.weight.to_local() if hasattr(self.weight, "to_local") else self.weight
-        return (local * x).sum()
-
-
-def slices(shape: tuple[int, ...]) -> tuple[DeviceMesh, DeviceMesh]:
-    mesh = rank_mesh(shape, NAMES[len(shape)])
-    return (mesh["dp"] if len(shape) == 2 else mesh["dp_replicate", "dp_shard"]), mesh["tp"]
+def multiplied(model: Any, x: float) -> torch.Tensor:
+    return (getattr(model.weight, "to_local", lambda: model.weight)() * x).sum()
 
 
 def check(rank: int, world_size: int) -> int:
     """Shard, compare the rank's part, gather, compare; then the same with forward, backward and the gradient."""
     count = 0
     for mesh_shape, shape in itertools.product(MESHES[world_size], SHAPES):
-        data, tensor = slices(mesh_shape)
+        data, tensor = axes(mesh_shape)
         whole = torch.arange(math.prod(shape), dtype=torch.float32).view(shape)
         tp_placements = [Replicate(), *(Shard(dim) for dim in range(len(shape)))]
         for placement, dim in itertools.product(tp_placements, range(len(shape))):
-            holder = Holder(distribute_tensor(whole, tensor, [placement]))
+            weight = nn.Parameter(distribute_tensor(whole, tensor, [placement]))
+            holder: Any = Composed(multiplied, weight=weight)
             local = holder.weight.to_local().clone()
             fully_shard(holder, mesh=data, shard_placement_fn=lambda _, dim=dim: Shard(dim))
             what = f"{shape} {placement} cut on {dim} over {mesh_shape}"

@@ -13,7 +13,7 @@ import shardkit.core as shardkit
 from shardkit.tp_adapter import SubBlocks, logical_state_dict
 from tests.support import on_ranks, rank_mesh
 from tests.support.twins import Twins, assert_close
-from tests.tp_adapter.models import HEADS, NAMES, PROJECTIONS, SPECS, build, shard
+from tests.tp_adapter.models import HEADS, NAMES, PROJECTIONS, SPECS, axes, build, shard
 from tests.tp_adapter.trainee import Trainee
 
 
@@ -37,9 +37,8 @@ from tests.tp_adapter.trainee import Trainee
 @on_ranks(4)
 def test_trains_like_one_process(rank: int, world_size: int, name: str, shape: tuple[int, ...]) -> None:
     whole, model, spec = build(name), build(name), SPECS[name]
-    mesh = rank_mesh(shape, NAMES[len(shape)])
-    data = mesh["dp"] if len(shape) == 2 else mesh["dp_replicate", "dp_shard"]
-    spec.parallelize(model, mesh["tp"])
+    data, tensor = axes(shape)
+    spec.parallelize(model, tensor)
     shard(model, shardkit, data)
     ranks = data.mesh.flatten().tolist()
     twins = Twins(model, whole, ranks.index(rank), len(ranks))

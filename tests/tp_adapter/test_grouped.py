@@ -23,7 +23,7 @@ from shardkit.tp_adapter import (
 )
 from shardkit.tp_adapter.logical_tensor import LogicalTensor
 from tests.support import on_ranks, rank_mesh, run_ranks
-from tests.tp_adapter.models import HEADS, NAMES, PROJECTIONS, SPECS, FusedModel, GroupedModel
+from tests.tp_adapter.models import HEADS, NAMES, PROJECTIONS, SPECS, fused_model, grouped_model
 from tests.tp_adapter.trainee import Trainee, assert_equal
 
 PACKED = SubBlocks(PROJECTIONS, sizes=HEADS.sizes)
@@ -48,7 +48,7 @@ def trainee_of(name: str, shape: tuple[int, ...], seed: int, dim: int | None) ->
     if len(shape) > 1 and dim is None:
         return Trainee.of(name, shape, seed)
     torch.manual_seed(seed)
-    model, mesh = GroupedModel(), rank_mesh(shape, NAMES.get(len(shape), ("dp",)))
+    model, mesh = grouped_model(), rank_mesh(shape, NAMES.get(len(shape), ("dp",)))
     if len(shape) > 1:
         SPECS["grouped"].parallelize(model, mesh["tp"])
         mesh = mesh["dp"]
@@ -104,7 +104,7 @@ def load(rank: int, world_size: int, path: Path, again: Path, name: str, shape: 
 
 def load_separate(rank: int, world_size: int, path: Path, name: str) -> dict[str, torch.Tensor]:
     """Load into separate layers, weights and optimizer, and save again from there."""
-    model = GroupedModel(packed=False) if name == "grouped" else FusedModel(fused=False)
+    model = grouped_model(packed=False) if name == "grouped" else fused_model(fused=False)
     for block in model.blocks:
         shardkit.fully_shard(block)
     shardkit.fully_shard(model)
@@ -142,7 +142,7 @@ def test_logical_names_over_any_change_of_meshes(tmp_path: Path, name: str, chai
 def test_a_checkpoint_of_separate_layers_fits_a_plain_model(tmp_path: Path):
     """Without processes: the packed model computes the same after the load."""
     torch.manual_seed(3)
-    separate, packed = GroupedModel(packed=False), GroupedModel()
+    separate, packed = grouped_model(packed=False), grouped_model()
     dcp.save(separate.state_dict(), checkpoint_id=tmp_path)
     for block, name in itertools.product(packed.blocks, ("weight", "bias")):
         declare_sub_blocks(block.qkv_proj, name, PACKED)
@@ -158,7 +158,7 @@ def test_plain_tensors_of_separate_layers_can_be_copied(rank: int, world_size: i
     """A logical tensor is as large as the separate layer's, so that may be copied into it, whole, on every rank."""
     model = Trainee.of("grouped", (1, 2), 1).model
     torch.manual_seed(3)
-    separate = GroupedModel(packed=False).state_dict()
+    separate = grouped_model(packed=False).state_dict()
     logical = logical_state_dict(model, model.state_dict())
     into = {name: one for name, one in logical.items() if isinstance(one, LogicalTensor)}
     assert len(into) == 12, "weights and biases of three projections in two blocks"

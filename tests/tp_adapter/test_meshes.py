@@ -11,10 +11,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_modul
 import shardkit.core as shardkit
 from shardkit.core import Blocks
 from tests.support import on_ranks, rank_mesh
+from tests.support.models import Composed
 from tests.support.parity import sum_in_rank_order
 from tests.support.trace import Trace, assert_same
 from tests.support.twins import Twins, assert_close, batch
-from tests.tp_adapter.models import Mixture
+from tests.tp_adapter.models import mixture
 
 FULL = {
     (2, 2): ("dp", "tp"),
@@ -91,9 +92,9 @@ def test_expert_parallel(rank: int, world_size: int, experts: int, placement: An
     """
     mesh = rank_mesh((2, 2), ("dp_mod_ep", "ep"))
     torch.manual_seed(5)
-    whole = Mixture(experts)
+    whole = mixture(experts)
     torch.manual_seed(5)
-    model = Mixture(experts)
+    model = mixture(experts)
     model.experts.weight = nn.Parameter(distribute_tensor(model.experts.weight.detach(), mesh["ep"], [Shard(0)]))
     shardkit.fully_shard(model.experts, mesh=mesh["dp_mod_ep"], shard_placement_fn=lambda p: placement)
     shardkit.fully_shard(model, mesh=mesh)
@@ -116,29 +117,26 @@ def test_expert_parallel(rank: int, world_size: int, experts: int, placement: An
         twins.check_parameters()
 
 
-class Gated(nn.Module):
+def gated(weight: torch.Tensor, gate: torch.Tensor) -> nn.Module:
     """A matrix on two model axes, and a 0-dim parameter."""
 
-    def __init__(self, weight: torch.Tensor, gate: torch.Tensor) -> None:
-        super().__init__()
-        self.weight, self.gate = nn.Parameter(weight), nn.Parameter(gate)
-
-    def forward(self) -> torch.Tensor:
-        product = self.weight * self.gate
-        out = (product * product).sum()
+    def run(model: Any) -> torch.Tensor:
+        out = (model.weight * model.gate).square().sum()
         return out.full_tensor() if isinstance(out, DTensor) else out
+
+    return Composed(run, weight=nn.Parameter(weight), gate=nn.Parameter(gate))
 
 
 @on_ranks(4)
 def test_two_model_axes_and_a_scalar(rank: int, world_size: int) -> None:
     whole, gate = torch.arange(45.0).view(9, 5) / 10, torch.tensor(2.0)
-    expected = Gated(whole, gate)
+    expected = gated(whole, gate)
     expected().backward()
     for shape in ((2, 2, 1), (2, 1, 2), (1, 2, 2)):
         mesh = rank_mesh(shape, ("dp", "ep", "tp"))
         for placements in ([Shard(0), Shard(0)], [Shard(0), Shard(1)], [Replicate(), Shard(0)]):
             scalar = distribute_tensor(gate, mesh["ep", "tp"], [Replicate(), Replicate()])
-            model = Gated(distribute_tensor(whole, mesh["ep", "tp"], placements), scalar)
+            model = gated(distribute_tensor(whole, mesh["ep", "tp"], placements), scalar)
             shardkit.fully_shard(model, mesh=mesh["dp"])
             assert torch.equal(model.weight.detach().full_tensor(), whole), (shape, placements)
             assert all(placement.is_replicate() for placement in model.gate.placements)

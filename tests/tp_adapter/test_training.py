@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed.fsdp as stock
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -22,10 +21,10 @@ import shardkit.core as shardkit
 from shardkit.core.torch_compat import GRAD_DTYPE_DECIDES
 from tests.support import on_ranks, rank_mesh, run_ranks
 from tests.support.features import Feature
-from tests.support.models import ModelSpec
+from tests.support.models import Composed, ModelSpec
 from tests.support.parity import CANDIDATE, Case, compare_training, sum_in_rank_order, train
 from tests.support.trace import Trace, assert_same
-from tests.tp_adapter.models import NAMES, SPECS, build, shard
+from tests.tp_adapter.models import NAMES, SPECS, axes, build, shard
 
 
 @dataclass(frozen=True)
@@ -35,10 +34,6 @@ class Parallel(Case):
     mesh: tuple[int, ...] = (2, 2)
     frozen: bool = False
     gather: bool = True
-
-    def data(self) -> DeviceMesh:
-        mesh = rank_mesh(self.mesh, NAMES[len(self.mesh)])
-        return mesh["dp"] if len(self.mesh) == 2 else mesh["dp_replicate", "dp_shard"]
 
     @property
     def spec(self) -> ModelSpec:
@@ -61,8 +56,9 @@ class Parallel(Case):
     @property
     def chosen(self) -> list[Feature]:
         def apply(model: nn.Module, api: Any, spec: ModelSpec, options: dict[str, Any]) -> None:
-            SPECS[self.model].parallelize(model, rank_mesh(self.mesh, NAMES[len(self.mesh)])["tp"])
-            shard(model, api, self.data(), **options)
+            data, tensor = axes(self.mesh)
+            SPECS[self.model].parallelize(model, tensor)
+            shard(model, api, data, **options)
 
         return [*super().chosen, Feature("apply", apply=apply)]
 
@@ -72,7 +68,7 @@ class Parallel(Case):
 
 
 def compare(rank: int, world_size: int, case: Parallel) -> None:
-    compare_training(case.data().mesh.flatten().tolist().index(rank), world_size, case)
+    compare_training(axes(case.mesh)[0].mesh.flatten().tolist().index(rank), world_size, case)
 
 
 # Before torch 2.15 stock sums over tensor parallelism in bf16, whatever reduce_dtype says.
@@ -109,17 +105,14 @@ def train_with_loss_parallel(rank: int, api: Any) -> Trace:
     """The logits stay cut over the vocabulary up to the loss; a block's input is gathered on the way in."""
     mesh, model = rank_mesh((2, 2), NAMES[2]), build("language")
     plan: dict[str, Any] = {
-        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "first": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "blocks.0": PrepareModuleInput(
             input_layouts=Shard(1), desired_input_layouts=Replicate(), use_local_output=True
         ),
         "head": ColwiseParallel(use_local_output=False),
+        "blocks.*.up": ColwiseParallel(use_local_output=False),
+        "blocks.*.down": RowwiseParallel(),
     }
-    for index in range(2):
-        plan |= {
-            f"blocks.{index}.up": ColwiseParallel(use_local_output=False),
-            f"blocks.{index}.down": RowwiseParallel(),
-        }
     parallelize_module(model, mesh["tp"], plan)
     shard(model, api, mesh["dp"])
     if api is stock:
@@ -139,30 +132,20 @@ def test_loss_parallel_and_prepared_inputs(rank: int, world_size: int) -> None:
     assert_same(train_with_loss_parallel(rank, stock), train_with_loss_parallel(rank, shardkit))
 
 
-class Scaled(nn.Module):
-    """A weight that is replicated over tensor parallelism, whose gradient is a pending sum there."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (x * self.weight).to_local().sum()
-
-
 @pytest.mark.parametrize(("kind", "micro_batches"), [("shard", 2), ("offload", 2), ("owned", 1)])
 @on_ranks(4)
 def test_sums_over_tensor_parallelism_have_the_dtype_of_the_reduction(
     rank: int, world_size: int, kind: str, micro_batches: int
 ) -> None:
+    """Of a weight that is replicated there, so that its gradient is a pending sum."""
     options = {
         "shard": {},
         "offload": {"offload_policy": shardkit.CPUOffloadPolicy(pin_memory=False)},
         "owned": {"shard_placement_fn": lambda parameter: shardkit.Owned(1)},
     }[kind]
     whole = rank_mesh((2, 2), ("dp", "tp"))
-    model = Scaled()
-    model.weight = nn.Parameter(distribute_tensor(model.weight.data, whole["tp"], [Replicate()]))
+    weight = nn.Parameter(distribute_tensor(torch.ones(4), whole["tp"], [Replicate()]))
+    model: Any = Composed(lambda m, x: (x * m.weight).to_local().sum(), weight=weight)
     policy = shardkit.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     shardkit.fully_shard(model, mesh=whole["dp"], mp_policy=policy, **options)
     terms = torch.tensor([1.0, 2**-10])[whole["tp"].get_local_rank()]

@@ -18,8 +18,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 import shardkit.core as shardkit
 from shardkit.core.checkpoint import CheckpointManager, TrainingState
 from shardkit.tp_adapter import CheckedLoadPlanner
-from tests.support import rank_mesh
-from tests.tp_adapter.models import NAMES, OPTIMIZERS, SPECS, shard
+from tests.tp_adapter.models import OPTIMIZERS, SPECS, axes, shard
 
 
 @dataclass
@@ -41,9 +40,9 @@ class Trainee:
     ) -> "Trainee":
         torch.manual_seed(seed)
         model = SPECS[name].build()
-        mesh = rank_mesh(shape, NAMES[len(shape)])
-        SPECS[name].parallelize(model, mesh["tp"])
-        shard(model, api, mesh["dp"] if len(shape) == 2 else mesh["dp_replicate", "dp_shard"])
+        data, tensor = axes(shape)
+        SPECS[name].parallelize(model, tensor)
+        shard(model, api, data)
         trainee = cls(model, OPTIMIZERS[optimizer](model.parameters()))
         for step in range(steps):
             SPECS[name].loss(model, seed + step).backward()
