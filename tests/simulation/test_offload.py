@@ -1,6 +1,7 @@
 """CPU offload: what goes from the host to the device is the shard itself, in its own dtype. Steps beside forward."""
 
 import ctypes
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from shardkit.core import CPUOffloadPolicy, overlap_step
+from shardkit.core.beyond import steps
 from tests.simulation.configurations import CONFIGURATIONS, ODD, optimize
 from tests.simulation.device import Access, Observer
 from tests.simulation.model import BlockSpec
@@ -72,7 +74,8 @@ def casts(between: str) -> tuple[list[tuple[int, bytes]], list[bytes], list[list
     """Bytes read by each copy to the device after an overlapped step, and the shards of each block as they were then.
 
     In the first block nothing happens `between` the step and the next forward, or a write that no version counts, a
-    load of other shards, or another gather. Or the forward is that of another micro-batch.
+    load of other shards, or another gather; or a load while the step is queued, and a write after it has run. Or the
+    forward is that of another micro-batch.
     """
     scenario = Scenario("casts", blocks=(ODD,) * 3, steps=3, offload={}, mixed=True, build=_fill)
     observer = _Transfers()
@@ -84,14 +87,19 @@ def casts(between: str) -> tuple[list[tuple[int, bytes]], list[bytes], list[list
                 break
             first = run.model.blocks[0]
             kept = {name: one.detach().clone() for name, one in first.state_dict().items()}
+            if between == "load while it is queued":
+                steps._worker().submit((gate := threading.Event()).wait)
             if not (between == "micro-batch" and step):
                 run.optimizer.step()
                 run.optimizer.zero_grad()
-            if between == "write":
+            if between.startswith("load"):
+                first.load_state_dict({name: 2 * one for name, one in kept.items()}, assign=True)
+            if between == "load while it is queued":
+                gate.set()
+                steps._worker().submit(int).result()
+            if between in ("write", "load while it is queued"):
                 for parameter in first.parameters():
                     parameter.data.mul_(2)
-            elif between == "load":
-                first.load_state_dict({name: 2 * one for name, one in kept.items()}, assign=True)
             elif between == "gather":
                 first.unshard()
                 first.reshard()
@@ -106,7 +114,7 @@ def _bytes(tensor: torch.Tensor) -> bytes:
     return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
 
 
-@pytest.mark.parametrize("between", ["nothing", "write", "load", "gather", "micro-batch"])
+@pytest.mark.parametrize("between", ["nothing", "write", "load", "load while it is queued", "gather", "micro-batch"])
 def test_a_step_casts_for_the_gathers_behind_it(between: str, on_device: Callable[..., Any]) -> None:
     """One copy in bf16 for each group, in forward and in backward, unless the shards may have been written to since."""
     seen, cast, shards = on_device(casts, between)
