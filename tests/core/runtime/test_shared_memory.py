@@ -6,9 +6,9 @@ import itertools
 import os
 import resource
 import signal
-import socket
 import threading
 from collections.abc import Callable, Iterator
+from io import FileIO
 from pathlib import Path
 
 import pytest
@@ -23,6 +23,7 @@ from shardkit.core.runtime.choice import Communication, transport_for
 from shardkit.core.runtime.collective import C10dTransport
 from shardkit.core.runtime.lanes import make_lane
 from shardkit.core.runtime.shared import segment
+from shardkit.core.runtime.shared.connection import Connection
 from shardkit.core.runtime.shared.meeting import neighbours_of
 from shardkit.core.runtime.shared.neighbours import Channel, Neighbours
 from shardkit.core.runtime.shared.tables import Table
@@ -242,7 +243,7 @@ def test_a_first_gather_in_inference_mode_leaves_shards_that_can_be_trained(rank
 
 # -- launched far ahead ------------------------------------------------------------------------------------------------
 
-_FAR = 700  # messages: more than twice as many as a socket holds unread
+_FAR = 4500  # messages: many more than a pipe holds unread
 
 
 class _LateBackward(nn.Module):
@@ -324,8 +325,10 @@ def test_any_number_of_operations_may_be_launched_ahead(order: str) -> None:
 
 def _pair(timeout: float) -> tuple[Neighbours, Neighbours]:
     """Both ends of a connection, in one process."""
-    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    return Neighbours([None, ends[0]], timeout), Neighbours([ends[1], None], timeout)
+    (reads, writes), (other_reads, other_writes) = (os.pipe2(os.O_NONBLOCK) for _ in range(2))
+    one = Connection(1, FileIO(reads, "r"), FileIO(other_writes, "w"))
+    other = Connection(0, FileIO(other_reads, "r"), FileIO(writes, "w"))
+    return Neighbours([None, one], timeout), Neighbours([other, None], timeout)
 
 
 @on_ranks(1)
@@ -356,7 +359,7 @@ def test_no_wait_ends_before_the_peer_has_what_it_needs(rank: int, world_size: i
 
 @on_ranks(1)
 def test_a_table_of_any_size_arrives(rank: int, world_size: int) -> None:
-    """Its message is longer than the buffer of a socket; it goes in pieces while the receiver reads."""
+    """Its message is longer than the buffer of a pipe; it goes in pieces while the receiver reads."""
     sender, receiver = _pair(5.0)
     values = segment.shared_copies([torch.full((1,), float(i)) for i in range(20_000)])
     operation = sender.post(Channel.GATHER, Table("block", values))
@@ -379,15 +382,15 @@ def test_one_rank_that_declines_makes_all_use_collectives(rank: int, world_size:
     assert _step(fully_shard(nn.Linear(6, 6), mesh=DeviceMesh.from_group(group, "cpu")), 6) > 0
 
 
-_CLONE_NEWNET = 0x40000000  # linux/sched.h
+_CLONE_NEWNS = 0x00020000  # linux/sched.h
 
 
 @on_ranks(2, isolated=True)
 def test_ranks_in_containers_of_their_own_use_collectives(rank: int, world_size: int) -> None:
     group = dist.new_group()
-    # Another network namespace, as in a container of its own: its sockets cannot be reached.
-    if rank == 0 and ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWNET):
-        pytest.skip(f"may not make a network namespace: {os.strerror(ctypes.get_errno())}")
+    # Another mount namespace, as in a container of its own: the numbers in its /proc may be those of other processes.
+    if rank == 0 and ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWNS):
+        pytest.skip(f"may not make a mount namespace: {os.strerror(ctypes.get_errno())}")
     assert isinstance(transport_for(group, CPU), C10dTransport)
 
 

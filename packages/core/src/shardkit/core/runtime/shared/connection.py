@@ -1,37 +1,32 @@
-"""A socket to one peer on this host: messages, in order, from a sender that never waits.
+"""A pair of pipes with one peer on this host: messages, in order, from a sender that never waits.
 
-A socket holds a limited number of bytes that its peer has not read (278 short messages with Linux's defaults), and a
-rank reads only when it needs something. Messages without room are kept here, and sent whenever this rank waits for any
-peer. Long ones go in pieces.
+A pipe holds a limited number of bytes that its peer has not read (64 KiB with Linux's defaults), and a rank reads only
+when it needs something. Messages without room are kept here, and sent whenever this rank waits for any peer.
 """
 
 from __future__ import annotations
 
-import select
-import socket
 from collections import deque
+from io import FileIO
 
-_PIECE = 1 << 15  # bytes of a message that go at once, after a byte that says whether they are the last ones
+_LENGTH = 4  # bytes in front of a message that say how many follow
 
 
 class Connection:
-    """One end of a connection. `unsent` are the pieces that wait for room, each with its message."""
+    """The ends of this process, which do not block. `unsent` are the messages that wait for room, at least in part."""
 
-    def __init__(self, peer: int, ours: socket.socket) -> None:
+    def __init__(self, peer: int, incoming: FileIO, outgoing: FileIO) -> None:
         """`peer` is the rank at the other end, for error messages."""
-        ours.setblocking(False)
         self._peer = peer
-        self._socket = ours
-        self._received: list[bytes] = []  # pieces of the next message
-        self.unsent: deque[tuple[bytes, bytes]] = deque()
-
-    def fileno(self) -> int:
-        """The socket's descriptor, for `select.poll`."""
-        return self._socket.fileno()
+        self.incoming, self.outgoing = incoming, outgoing
+        self._received = b""  # of the next message, with its length
+        self._rest = b""  # of the first one in `unsent`
+        self.unsent: deque[bytes] = deque()
 
     def close(self) -> None:
-        """Closes the socket of this process."""
-        self._socket.close()
+        """Closes the pipes of this process."""
+        self.incoming.close()
+        self.outgoing.close()
 
     def send(self, message: bytes) -> None:
         """Sends a message, now or when there is room.
@@ -39,51 +34,48 @@ class Connection:
         Raises:
             ConnectionError: if the peer's process has ended.
         """
-        for at in range(0, len(message), _PIECE):
-            is_last = at + _PIECE >= len(message)
-            self.unsent.append((message, bytes([is_last]) + message[at : at + _PIECE]))
+        self.unsent.append(message)
         self.flush()
 
     def flush(self) -> None:
         """Sends as much of the waiting messages as there is room for. Raises as `send` does."""
         try:
             while self.unsent:
-                self._socket.send(self.unsent[0][1])
-                self.unsent.popleft()
-        except BlockingIOError:
-            return
+                self._rest = self._rest or len(self.unsent[0]).to_bytes(_LENGTH, "little") + self.unsent[0]
+                if not (sent := self.outgoing.write(self._rest)):
+                    return
+                self._rest = self._rest[sent:]
+                if not self._rest:
+                    self.unsent.popleft()
         except ConnectionError as error:
             self.unsent.clear()
             raise _gone(self._peer) from error
 
-    @property
-    def awaited(self) -> int:
-        """The events for `select.poll`: readable, and writable if a message waits for room."""
-        return select.POLLIN | (select.POLLOUT if self.unsent else 0)
-
     def receive(self) -> bytes | None:
         """The next message; None if there is none yet.
+
+        It leaves the messages after it in the pipe, where `select.poll` finds them.
 
         Raises:
             ConnectionError: if the peer's process has ended and all its messages have been read.
         """
-        while True:
-            try:
-                try:
-                    piece = self._socket.recv(1 + _PIECE)
-                except ConnectionResetError:  # raised once for unread data; the peer's messages remain
-                    piece = self._socket.recv(1 + _PIECE)
-            except BlockingIOError:
+        while missing := self._missing:
+            piece = self.incoming.read(missing)
+            if piece is None:
                 return None
-            except ConnectionError as error:
-                raise _gone(self._peer) from error
             if not piece:
                 raise _gone(self._peer)
-            self._received.append(piece[1:])
-            if piece[0]:
-                message = b"".join(self._received)
-                self._received.clear()
-                return message
+            self._received += piece
+        message, self._received = self._received[_LENGTH:], b""
+        return message
+
+    @property
+    def _missing(self) -> int:
+        """Bytes that the length, or else the message, still lacks."""
+        received = len(self._received)
+        if received < _LENGTH:
+            return _LENGTH - received
+        return _LENGTH + int.from_bytes(self._received[:_LENGTH], "little") - received
 
 
 def _gone(peer: int) -> ConnectionError:

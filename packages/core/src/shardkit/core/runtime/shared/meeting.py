@@ -1,27 +1,19 @@
 """Determines whether all ranks of a process group are on this host, and connects them.
 
 Note [Strangers]
-Every user of the host can list sockets, and connect to those of the abstract namespace. A rank therefore listens in a
-directory that only its own user can enter: the kernel refuses everyone else before a connection takes a place in the
-queue. Over the process group, ranks tell each other where they listen, and a secret. A caller sends its rank and the
-secret of the rank that it calls. A connection succeeds before it is accepted, and what is sent on it waits there. So
-once all ranks have said that they have called, each accepts without waiting, and hangs up on everyone else.
+A rank makes a pipe for each peer and tells it, over the process group, where in `/proc` its end is. The kernel lets
+nobody but this user open it there, as with the memory that the ranks share. Ranks in containers see other processes
+under the same numbers, so ranks compare their namespaces first, and each says what it has opened.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import hmac
 import os
-import secrets
-import shutil
-import socket
-import tempfile
-import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,12 +21,9 @@ import torch
 import torch.distributed as dist
 
 from shardkit.core.runtime.shared import segment
+from shardkit.core.runtime.shared.connection import Connection
 from shardkit.core.runtime.shared.neighbours import Neighbours
 from shardkit.core.torch_compat import timeout_of
-
-_SECRET = 16  # bytes
-_QUEUE = 4096  # callers that the kernel lets wait: more than the ranks of a host
-_RETRY = 0.001  # seconds
 
 _T = TypeVar("_T")
 
@@ -58,77 +47,65 @@ def neighbours_of(group: dist.ProcessGroup) -> Neighbours | None:
 
 @dataclass(frozen=True)
 class _Invitation:
-    """The address at which a rank listens.
+    """How the other ranks reach this one.
 
     Attributes:
-        host: identity of its host; empty: it does not share memory.
-        directory: the directory of its socket.
-        secret: the secret that its callers must send.
-        memory: the path of a memory file, with which a caller tries whether it may open the rank's memory.
+        host: identity of its host, user and namespaces; empty: it does not share memory.
+        pipes: for each rank, the path of the pipe's end that it shall write to, and the pipe's inode.
+        memory: the path of a memory file, with which a rank tries whether it may open this one's memory.
     """
 
     host: str = ""
-    directory: str = ""
-    secret: bytes = b""
+    pipes: Sequence[tuple[str, int]] = ()
     memory: str = ""
 
 
 def _meet(group: dist.ProcessGroup) -> Neighbours | None:
     rank, world = group.rank(), group.size()
     timeout = timeout_of(group, torch.device("cpu"))
-    with contextlib.ExitStack() as stack:
-        listener, own = _listen(stack) if possible() else (None, _Invitation())
+    with contextlib.ExitStack() as until_met, contextlib.ExitStack() as unless_met:
+        incoming, own = _invite(world, until_met, unless_met) if possible() else ([], _Invitation())
         invitations = _exchange(group, own)
-        if listener is None or len({one.host for one in invitations}) > 1 or not own.host:
+        if len({one.host for one in invitations}) > 1 or not own.host:
             return None
-        deadline = time.monotonic() + timeout
-        sockets: list[socket.socket | None] = [None] * world
-        reached = all(_call(sockets, peer, invitations[peer], rank, deadline) for peer in range(rank))
-        if not all(_exchange(group, reached)):
-            for one in sockets:
-                if one is not None:
-                    one.close()
+        outgoing = [pipe for one in invitations for pipe in _opened(one, rank, unless_met)]
+        if not all(_exchange(group, len(outgoing) == world)):
             return None
-        _accept(listener, sockets, rank, own.secret)
-    return Neighbours(sockets, timeout)
+        unless_met.pop_all()
+    connections = [Connection(peer, *ends) for peer, ends in enumerate(zip(incoming, outgoing, strict=True))]
+    connections[rank].close()
+    return Neighbours([*connections[:rank], None, *connections[rank + 1 :]], timeout)
 
 
-def _listen(stack: contextlib.ExitStack) -> tuple[socket.socket | None, _Invitation]:
-    """A socket that listens until `stack` closes, in a directory of its own (see Note [Strangers])."""
+def _invite(
+    world: int, until_met: contextlib.ExitStack, unless_met: contextlib.ExitStack
+) -> tuple[list[FileIO], _Invitation]:
+    """This rank's ends of the pipes of `world` ranks, and the invitation to write to them."""
+    incoming, pipes = [], list[tuple[str, int]]()
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        spaces = "/".join(str(Path("/proc/self/ns", kind).stat().st_ino) for kind in ("net", "user", "mnt", "pid"))
-        directory = _private_directory()
-        stack.callback(shutil.rmtree, directory, ignore_errors=True)
-        listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-        listener.setblocking(False)
-        with _short_path(directory) as path:
-            listener.bind(path)
-        listener.listen(_QUEUE)
+        spaces = "/".join(str(Path("/proc/self/ns", kind).stat().st_ino) for kind in ("user", "mnt", "pid"))
         memory = segment.memory_file("shardkit-meeting")
+        until_met.callback(os.close, memory)
+        for _ in range(world):
+            reading, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+            incoming.append(unless_met.enter_context(FileIO(reading, "r")))
+            until_met.callback(os.close, writing)  # a peer's process must be the last to have it
+            pipes.append((segment.path_of(writing), os.fstat(writing).st_ino))
     except (OSError, segment.NoSharedMemoryError):
-        return None, _Invitation()
-    stack.callback(os.close, memory)
-    host = f"{boot}/{spaces}/{os.getuid()}"
-    return listener, _Invitation(host, directory, secrets.token_bytes(_SECRET), segment.path_of(memory))
+        return [], _Invitation()
+    return incoming, _Invitation(f"{boot}/{spaces}/{os.getuid()}", pipes, segment.path_of(memory))
 
 
-def _private_directory() -> str:
-    """A new directory that only this user can enter."""
-    for parent in (None, "/dev/shm"):
-        with contextlib.suppress(OSError):
-            return tempfile.mkdtemp(prefix="shardkit-", dir=parent)
-    raise OSError(errno.ENOENT, "no directory to put a socket into; set TMPDIR to one that is writable")
-
-
-@contextlib.contextmanager
-def _short_path(directory: str) -> Iterator[str]:
-    """A path to the socket in `directory` that is short enough for an address of 107 bytes."""
-    fd = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield f"/proc/self/fd/{fd}/socket"
-    finally:
-        os.close(fd)
+def _opened(invitation: _Invitation, rank: int, unless_met: contextlib.ExitStack) -> Iterator[FileIO]:
+    """The end that this rank writes to, if it may open it and the memory of the rank that invites."""
+    path, inode = invitation.pipes[rank]
+    with contextlib.suppress(OSError):
+        os.close(os.open(invitation.memory, os.O_RDWR | os.O_CLOEXEC))
+        pipe = FileIO(os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC), "w")
+        unless_met.push(pipe)
+        if os.fstat(pipe.fileno()).st_ino == inode:
+            yield pipe
 
 
 def _exchange(group: dist.ProcessGroup, own: _T) -> list[_T]:
@@ -136,36 +113,3 @@ def _exchange(group: dist.ProcessGroup, own: _T) -> list[_T]:
     everyone: list[Any] = [None] * group.size()
     dist.all_gather_object(everyone, own, group=group)
     return everyone
-
-
-def _call(sockets: list[socket.socket | None], peer: int, invitation: _Invitation, rank: int, deadline: float) -> bool:
-    """Connects to a rank before this one, and identifies itself. False if that is impossible."""
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    sockets[peer] = connection
-    connection.setblocking(False)
-    try:
-        with _short_path(invitation.directory) as path:
-            while (error := connection.connect_ex(path)) == errno.EAGAIN and time.monotonic() < deadline:
-                time.sleep(_RETRY)  # its queue is full
-        if error:
-            return False
-        os.close(os.open(invitation.memory, os.O_RDWR))
-        connection.send(rank.to_bytes(4, "little") + invitation.secret)
-    except OSError:
-        return False
-    return True
-
-
-def _accept(listener: socket.socket, sockets: list[socket.socket | None], rank: int, secret: bytes) -> None:
-    """Accepts the calls of all ranks after this one, which have called by now; hangs up on others: Note [Strangers]."""
-    while None in sockets[rank + 1 :]:
-        caller, _ = listener.accept()
-        try:
-            greeting = caller.recv(4 + len(secret) + 1, socket.MSG_DONTWAIT)
-        except OSError:
-            greeting = b""
-        peer = int.from_bytes(greeting[:4], "little")
-        if hmac.compare_digest(greeting[4:], secret) and rank < peer < len(sockets) and sockets[peer] is None:
-            sockets[peer] = caller
-        else:
-            caller.close()

@@ -1,6 +1,6 @@
 """The other ranks of a process group, if all of them are on this host, and their messages.
 
-Messages of one pair arrive in order, and a socket reports at once that the process at its other end is gone.
+Messages of one pair arrive in order, and a pipe reports at once that the process at its other end is gone.
 
     POST      this rank's part of an operation is ready to be read (with the table, the first time)
     RELEASE   this rank has read the peer's part of an operation
@@ -23,12 +23,11 @@ import contextlib
 import functools
 import os
 import select
-import socket
 import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import Concatenate, ParamSpec, TypeAlias, TypeVar
 
@@ -79,17 +78,17 @@ def _undisturbed(
 class Neighbours:
     """Connections to the other ranks; `None` stands for this rank. Not thread-safe."""
 
-    def __init__(self, sockets: list[socket.socket | None], timeout: float) -> None:
-        self.peers = tuple(peer for peer, one in enumerate(sockets) if one is not None)
-        self._connections = {peer: Connection(peer, one) for peer, one in enumerate(sockets) if one is not None}
+    def __init__(self, connections: Sequence[Connection | None], timeout: float) -> None:
+        self._connections = {peer: one for peer, one in enumerate(connections) if one is not None}
+        self.peers = tuple(self._connections)
         self._timeout = timeout  # seconds
-        self._size = len(sockets)
+        self._size = len(connections)
         self._next = dict.fromkeys(Channel, 0)
-        self._tables: list[dict[int, PeerTable]] = [{} for _ in sockets]
+        self._tables: list[dict[int, PeerTable]] = [{} for _ in connections]
         self._mapped: list[weakref.WeakValueDictionary[int, Mapping]]
-        self._mapped = [weakref.WeakValueDictionary() for _ in sockets]
-        self._posted: list[dict[Operation, PeerTable]] = [{} for _ in sockets]
-        self._unwanted: list[set[Operation]] = [set() for _ in sockets]
+        self._mapped = [weakref.WeakValueDictionary() for _ in connections]
+        self._posted: list[dict[Operation, PeerTable]] = [{} for _ in connections]
+        self._unwanted: list[set[Operation]] = [set() for _ in connections]
         self._unreleased: dict[Operation, set[int]] = {}
         self._read: dict[Operation, list[Segment]] = {}  # what the peers of an unreleased operation read
         self._ended: set[int] = set()  # peers found to be gone while waiting for another one
@@ -212,7 +211,7 @@ class Neighbours:
     def _wait_until_sent(self, kind: _Kind, operation: Operation, deadline: float) -> None:
         which = _MESSAGE.pack(kind, operation[0], operation[1], 0)[:_WHICH]
         for peer in self.peers:
-            while any(message.startswith(which) for message, _ in self._connections[peer].unsent):
+            while any(message.startswith(which) for message in self._connections[peer].unsent):
                 self._listen(peer, deadline)
 
     def _listen(self, needed: int, deadline: float) -> None:
@@ -225,18 +224,20 @@ class Neighbours:
             TimeoutError: if nothing happens before `deadline`, a time of `time.monotonic`; names that peer. Messages of
                 others do not move it: ranks that give up one after the other would each wait for another timeout.
         """
-        poller, listening = select.poll(), {}
+        poller, listening = select.poll(), dict[int, int]()
         for peer, connection in self._connections.items():
             if peer == needed or peer not in self._ended:
-                listening[connection.fileno()] = peer
-                poller.register(connection, connection.awaited)
+                listening |= dict.fromkeys((connection.incoming.fileno(), connection.outgoing.fileno()), peer)
+                poller.register(connection.incoming, select.POLLIN)
+                if connection.unsent:
+                    poller.register(connection.outgoing, select.POLLOUT)
         ready = poller.poll(min(max(0, deadline - time.monotonic()) * 1000, 2**31 - 1))
         if not ready:
             raise TimeoutError(
                 f"rank {needed} of the group has not come within {self._timeout:.0f} s; "
                 "read its log, or find where it waits with `shardkit watch`"
             )
-        for peer in [listening[fd] for fd, _ in ready]:
+        for peer in {listening[fd] for fd, _ in ready}:
             try:
                 self._hear(peer)
                 self._connections[peer].flush()
@@ -281,7 +282,7 @@ def _other_gradients(peer: int, theirs: dict[int, str], own: dict[int, str]) -> 
 
 
 def _close_all() -> None:
-    """In a forked child (a worker of a DataLoader): closes a rank's sockets, which must close when the rank ends."""
+    """In a forked child (a worker of a DataLoader): closes a rank's pipes, which must close when the rank ends."""
     for neighbours in _everyone:
         neighbours.close()
 
