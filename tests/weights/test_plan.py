@@ -42,8 +42,9 @@ def test_each_wanted_element_is_sent_once_by_a_rank_that_holds_it(layout, data):
     assert (count == expected).all()
 
 
-@pytest.mark.parametrize("model", LLAMAS)
-@pytest.mark.parametrize(("senders", "receivers"), [(8, 2), (64, 4)])
+@pytest.mark.parametrize(
+    ("model", "senders", "receivers"), [("8B", 8, 16), ("8B", 64, 4), ("70B", 8, 2), ("70B", 32, 8), ("70B", 64, 16)]
+)
 @pytest.mark.parametrize(
     ("placements", "axes"), [(SHARDED, 1), (HYBRID, 2), (TWO_D, 2), (REPLICATED, 1)], ids=["fsdp", "hsdp", "2d", "ddp"]
 )
