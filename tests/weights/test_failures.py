@@ -11,7 +11,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from shardkit.weights import WeightReceiver, WeightSender, targets_of
+from shardkit.weights import SendersClosed, WeightReceiver, WeightSender, targets_of
+from shardkit.weights.coordinator import Coordinator
 from shardkit.weights.shared import SharedStaging
 from tests.weights.processes import TIMEOUT, Other, free_address
 
@@ -205,6 +206,26 @@ def test_sender_0_that_is_killed(step):
             one.result(TIMEOUT)
     for one in watched:
         assert one.seen in ([3], [1, 3], [1, 2, 3])
+
+
+def test_a_sender_that_is_killed_before_it_confirms_its_last_bucket(monkeypatch):
+    """Nobody takes it, neither the receiver that got it nor that to which this one passed it on."""
+    monkeypatch.setenv("SHARDKIT_SHARED_MEMORY", "0")
+    monkeypatch.setattr(Coordinator, "_lose", lambda *_: None)  # it is on another host, and this is seen later
+    address = free_address()
+    with contextlib.ExitStack() as stack:
+        threads = stack.enter_context(ThreadPoolExecutor())
+        watched = [Watched(address, f"receiver {number}") for number in range(2)]
+        for one in watched:
+            stack.callback(one.receiver.close)
+        receiving = [threads.submit(one.receiver.receive, TIMEOUT) for one in watched]
+        stack.enter_context(Other(send_two, 1, address, 2, TIMEOUT, shared=False, stop_at=7))
+        with sender(0, state(1), address, 2, TIMEOUT) as mine:
+            assert mine.send(1).receivers == ()
+            assert [one.visible() for one in watched] == [[0.0]] * 2
+        for one in receiving:
+            with pytest.raises(SendersClosed):
+                one.result(TIMEOUT)
 
 
 def sent(one: WeightSender, version: int) -> bool:

@@ -58,7 +58,7 @@ class _Round:
     Attributes:
         before: the receiver from which this one gets all, if it is not from the senders.
         one_host: whether all receivers of the chain are on one host.
-        done: how many buckets of each sender are where they belong.
+        done: how many buckets of each sender are where they belong; one more when it is known that they are right.
         changes: those that have come, by sender and number of the bucket, for the receiver after this one.
         left: whether one was left from which bytes were to come; it may still write where they were to go.
     """
@@ -383,7 +383,9 @@ class WeightReceiver(Peer):
                         await asyncio.to_thread(here.copy_, data)
             found.done[rank] = number + 1
             self._news.tell()
-        await inlet.connection.receive()  # that all are as they were sent
+        await inlet.connection.receive()  # that all are as they were when they were sent
+        found.done[rank] = len(layout.runs[rank]) + 1
+        self._news.tell()
 
     async def _serve(self, connection: Connection) -> None:
         """Sends the receiver after this one what has come from one sender."""
@@ -431,4 +433,5 @@ class WeightReceiver(Peer):
             source.setdefault(one.name, []).append(self._views[one.want])
         data = bucket.on(self._device, nbytes)
         await asyncio.to_thread(pack, pieces, source, data)
+        self._check(found)  # after that the user may write into the targets
         return message, data

@@ -88,8 +88,8 @@ class Outlet:
 
     async def send(self, numbers: range, free: Buckets, ready: Ready, packed: Packed) -> None:
         """Sends buckets, each as `packed` makes it when it is `ready`: its message, and data unless that is in
-        `segment`. While one is sent, the next is packed. Raises TimeoutError if the receiver does not read one for some
-        time.
+        `segment`. While one is sent, the next is packed. Says that these were all when that after the last is `ready`.
+        Raises TimeoutError if the receiver does not read one for some time.
         """
         before: asyncio.Task[None] | None = None
         try:
@@ -102,6 +102,7 @@ class Outlet:
                 await asyncio.wait([before])  # a thread may be filling its bucket
         if before is not None:
             await before
+        await ready(numbers.stop)
         await self._connection.send({"op": "end"})
 
     async def _send(
