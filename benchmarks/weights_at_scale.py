@@ -15,6 +15,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from shardkit.weights.boxes import Box, Held, Wanted
 from shardkit.weights.plan import Provided, plan
 
@@ -86,7 +88,9 @@ def loads(
     """Bytes that each trainer sends to the ranks of one engine, and that each of these receives."""
     held = {
         rank: [
-            Held(name, "bfloat16", shape, (box,) if (box := cut(shape, 0, rank, trainers))[0][0] < box[0][1] else ())
+            Held(
+                name, torch.bfloat16, shape, (box,) if (box := cut(shape, 0, rank, trainers))[0][0] < box[0][1] else ()
+            )
             for name, (shape, _) in tensors.items()
         ]
         for rank in range(trainers)
@@ -98,9 +102,8 @@ def loads(
         wants = [
             Wanted(
                 name,
+                torch.bfloat16,
                 tuple((0, size) for size in shape) if dim is None else cut(shape, dim, rank, ranks),
-                None,
-                "bfloat16",
             )
             for name, (shape, dim) in tensors.items()
         ]

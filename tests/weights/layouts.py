@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
+import torch
 from hypothesis import strategies as st
 from torch.distributed.tensor import Placement, Replicate, Shard
 
@@ -47,7 +48,7 @@ def held(shapes: Shapes, placements: Sequence[Placement], mesh: Sequence[int]) -
     for name, shape in shapes.items():
         own = [Shard(0) if one.is_shard() and one.dim >= len(shape) else one for one in placements]
         for rank, mine in enumerate(boxes(shape, own, mesh)):
-            senders.setdefault(rank, []).append(Held(name, "bfloat16", shape, mine))
+            senders.setdefault(rank, []).append(Held(name, torch.bfloat16, shape, mine))
     return senders
 
 
@@ -61,7 +62,7 @@ def tensor_parallel(shapes: Shapes, size: int) -> Iterator[list[Wanted]]:
             if len(shape) > 1:
                 part = shape[dim] // size
                 box[dim] = (rank * part, (rank + 1) * part)
-            wants.append(Wanted(name, tuple(box), None, "bfloat16"))
+            wants.append(Wanted(name, torch.bfloat16, tuple(box)))
         yield wants
 
 

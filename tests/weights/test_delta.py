@@ -64,7 +64,7 @@ def test_changes_turn_old_into_new_and_are_short(model, share, seed):
         changed[name, whole] = update(source[name][0].tensor, new)
         assert torch.equal(bits(source[name][0].tensor), bits(after))
         for box in boxes:
-            pieces.append((Piece(name, wire, box, 0), Values(whole, before)))
+            pieces.append((Piece(name, getattr(torch, wire), box, 0), Values(whole, before)))
             differ = [bits(Values(whole, one).of(box)).view(numel(box), -1) for one in (before, after)]
             most += int((differ[0] != differ[1]).any(1).sum()) * before.itemsize + -(-numel(box) // 8)
     wanted = [piece for piece, _ in pieces]

@@ -6,19 +6,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from shardkit.weights.boxes import Held, Wanted, name_of
+from shardkit.weights.boxes import Held, Wanted
 from shardkit.weights.packing import Values, describe, pack, unpack
 from shardkit.weights.plan import Provided, buckets, plan
 from tests.weights.layouts import boxes, layouts, slices
 
 
 @settings(max_examples=50)
-@given(layouts(), layouts(), st.sampled_from(["float32", "bfloat16", "int64"]), st.integers(8, 200))
+@given(layouts(), layouts(), st.sampled_from([torch.float32, torch.bfloat16, torch.int64]), st.integers(8, 200))
 def test_values_are_equal_over_any_two_layouts(there, here, dtype, limit):
     shape, placements, mesh = there
     full = {name: torch.randint(-1000, 1000, shape).to(torch.float32) for name in ("v", "w")}
     full["n"] = torch.randint(-(2**40), 2**40, shape)
-    dtypes = {"v": dtype if dtype != "int64" else "float32", "w": "float16", "n": "int64"}
+    dtypes = {"v": dtype if dtype != torch.int64 else torch.float32, "w": torch.float16, "n": torch.int64}
     senders, sources = {}, []
     for rank, mine in enumerate(boxes(shape, placements, mesh)):
         senders[rank] = [Held(name, dtypes[name], shape, mine) for name in full]
@@ -28,7 +28,7 @@ def test_values_are_equal_over_any_two_layouts(there, here, dtype, limit):
     if getattr(other[0], "dim", 0) >= len(shape):
         return
     for mine in boxes(shape, other, ranks[: len(other)]):
-        wants = [Wanted(name, box, None, name_of(full[name].dtype)) for name in full for box in mine]
+        wants = [Wanted(name, full[name].dtype, box) for name in full for box in mine]
         views = [Values(one.box, torch.zeros_like(full[one.name][slices(one.box)])) for one in wants]
         for rank, pieces in plan(Provided(senders), wants, bucket=limit).items():
             for _, nbytes, run in buckets(pieces, limit):
@@ -36,18 +36,17 @@ def test_values_are_equal_over_any_two_layouts(there, here, dtype, limit):
                 pack(run, sources[rank], bucket)
                 unpack(run, bucket, views)
         for want, (box, view, _) in zip(wants, views, strict=True):
-            wire = getattr(torch, dtypes[want.name])
-            assert torch.equal(view, full[want.name][slices(box)].to(wire).to(view.dtype))
+            assert torch.equal(view, full[want.name][slices(box)].to(dtypes[want.name]).to(view.dtype))
 
 
 def test_a_model_is_described_in_the_dtype_that_is_sent():
     model = nn.BatchNorm1d(2)
     held, source = describe(model, lambda name: None if name == "running_var" else [name, f"{name}.2"], torch.bfloat16)
     assert {one.name: one.dtype for one in held if one.name.endswith(".2")} == {
-        "weight.2": "bfloat16",
-        "bias.2": "bfloat16",
-        "running_mean.2": "bfloat16",
-        "num_batches_tracked.2": "int64",
+        "weight.2": torch.bfloat16,
+        "bias.2": torch.bfloat16,
+        "running_mean.2": torch.bfloat16,
+        "num_batches_tracked.2": torch.int64,
     }
     assert source["weight"][0].tensor.data_ptr() == model.weight.data_ptr()
 

@@ -5,6 +5,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -28,9 +29,9 @@ from tests.weights.layouts import (
 def test_each_wanted_element_is_sent_once_by_a_rank_that_holds_it(layout, data):
     shape, placements, mesh = layout
     mine = boxes(shape, placements, mesh)
-    provided = Provided({rank: [Held("w", "float32", shape, one)] for rank, one in enumerate(mine)})
+    provided = Provided({rank: [Held("w", torch.float32, shape, one)] for rank, one in enumerate(mine)})
     bounds = [sorted(data.draw(st.tuples(st.integers(0, size), st.integers(0, size)))) for size in shape]
-    want = Wanted("w", tuple((a, b) for a, b in bounds), None, "float32")
+    want = Wanted("w", torch.float32, tuple((a, b) for a, b in bounds))
     planned = plan(provided, [want], bucket=data.draw(st.integers(1, 64)), turn=data.draw(st.integers(0, 3)))
     count = np.zeros(shape, dtype=int)
     for rank, pieces in planned.items():
@@ -64,7 +65,7 @@ def test_senders_of_llama_share_the_work_evenly(model, senders, receivers, place
 
 
 def test_pieces_fill_buckets_in_order():
-    pieces = [Piece("w", "float32", ((0, rows),), 0) for rows in (4, 5, 1, 20, 2)]
+    pieces = [Piece("w", torch.float32, ((0, rows),), 0) for rows in (4, 5, 1, 20, 2)]
     found = buckets(pieces, 40)
     assert [(offset, nbytes, len(run)) for offset, nbytes, run in found] == [(0, 40, 3), (40, 80, 1), (120, 8, 1)]
     assert buckets([], 40) == []
@@ -84,14 +85,17 @@ def test_a_box_is_cut_into_parts_that_fit(bounds, most):
 @pytest.mark.parametrize(
     ("want", "words"),
     [
-        (Wanted("v", ((0, 4),), (4,), "float32"), "v: no sender has this tensor"),
-        (Wanted("w", ((0, 4),), (4,), "float32"), r"w: wanted from a tensor of shape \(4,\), its shape is \(4, 6\)"),
-        (Wanted("w", ((0, 5), (0, 6)), None, "float32"), r"wanted \[0:5, 0:6\], which does not lie within"),
-        (Wanted("w", ((0, 4), (0, 6)), None, "float32"), r"w: senders hold 12 of the 24 elements in \[0:4, 0:6\]"),
+        (Wanted("v", torch.float32, ((0, 4),), (4,)), "v: no sender has this tensor"),
+        (
+            Wanted("w", torch.float32, ((0, 4),), (4,)),
+            r"w: wanted from a tensor of shape \(4,\), its shape is \(4, 6\)",
+        ),
+        (Wanted("w", torch.float32, ((0, 5), (0, 6))), r"wanted \[0:5, 0:6\], which does not lie within"),
+        (Wanted("w", torch.float32, ((0, 4), (0, 6))), r"w: senders hold 12 of the 24 elements in \[0:4, 0:6\]"),
     ],
 )
 def test_wants_that_nobody_provides_are_named(want, words):
-    provided = Provided({0: [Held("w", "float32", (4, 6), (((0, 2), (0, 6)),))]})
+    provided = Provided({0: [Held("w", torch.float32, (4, 6), (((0, 2), (0, 6)),))]})
     with pytest.raises(ValueError, match=words):
         plan(provided, [want])
 
@@ -99,10 +103,10 @@ def test_wants_that_nobody_provides_are_named(want, words):
 @pytest.mark.parametrize(
     ("other", "words"),
     [
-        (Held("w", "float16", (4,), ()), "w: sender 1 holds float16 of shape"),
-        (Held("w", "float32", (4,), (((1, 4),),)), r"w: some senders hold parts that overlap, such as \[0:2\]"),
+        (Held("w", torch.float16, (4,), ()), "w: sender 1 holds torch.float16 of shape"),
+        (Held("w", torch.float32, (4,), (((1, 4),),)), r"w: some senders hold parts that overlap, such as \[0:2\]"),
     ],
 )
 def test_senders_that_disagree_are_named(other, words):
     with pytest.raises(ValueError, match=words):
-        Provided({0: [Held("w", "float32", (4,), (((0, 2),),))], 1: [other]})
+        Provided({0: [Held("w", torch.float32, (4,), (((0, 2),),))], 1: [other]})

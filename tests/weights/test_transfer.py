@@ -180,8 +180,11 @@ def test_wants_that_nobody_has_are_refused_on_both_sides():
     values = {"w": torch.zeros(3, dtype=torch.int64), "f": torch.zeros(3, dtype=torch.float8_e4m3fn)}
     for wanted, reason in (
         (bad, "x: no sender has this tensor"),
-        (bad[:1], "w: sent as int64, its target is torch.float32; receive into"),
-        ([Target("f", None, torch.zeros(3))], "f: sent as float8_e4m3fn, its target is torch.float32; receive into"),
+        (bad[:1], "w: sent as torch.int64, its target is torch.float32; receive into"),
+        (
+            [Target("f", None, torch.zeros(3))],
+            "f: sent as torch.float8_e4m3fn, its target is torch.float32; receive into",
+        ),
     ):
         address = free_address()
         with (

@@ -22,10 +22,10 @@ Box = tuple[Run, ...]
 
 @dataclass(frozen=True)
 class Held:
-    """A tensor of which a sender holds `boxes`; `dtype` is the one on the wire, without "torch."."""
+    """A tensor of which a sender holds `boxes`; `dtype` is the one on the wire."""
 
     name: str
-    dtype: str
+    dtype: torch.dtype
     shape: tuple[int, ...]
     boxes: tuple[Box, ...]
 
@@ -35,9 +35,9 @@ class Wanted:
     """A box of a tensor that a receiver wants in a `dtype`; the tensor must have `shape`, if that is not None."""
 
     name: str
+    dtype: torch.dtype
     box: Box
-    shape: tuple[int, ...] | None
-    dtype: str
+    shape: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -45,18 +45,18 @@ class Piece:
     """A box of a tensor that one sender sends to one receiver, which wants it as its number `want`."""
 
     name: str
-    dtype: str
+    dtype: torch.dtype
     box: Box
     want: int
 
     @property
     def nbytes(self) -> int:
         """Bytes on the wire."""
-        return numel(self.box) * dtype_named(self.dtype).itemsize
+        return numel(self.box) * self.dtype.itemsize
 
     def cut(self, most: int) -> Iterator[Piece]:
         """In parts of at most `most` bytes, but at least one element; see `cut`."""
-        for box in cut(self.box, max(most // dtype_named(self.dtype).itemsize, 1)):
+        for box in cut(self.box, max(most // self.dtype.itemsize, 1)):
             yield Piece(self.name, self.dtype, box, self.want)
 
 
@@ -100,12 +100,12 @@ def cut(box: Box, most: int) -> Iterator[Box]:
 
 def encode(values: Sequence[Held] | Sequence[Wanted] | Sequence[Piece]) -> list[list[Any]]:
     """A list that JSON can hold; `decode` is the reverse."""
-    return [[getattr(one, field) for field in one.__dataclass_fields__] for one in values]
+    return [[name, name_of(dtype), *rest] for name, dtype, *rest in (vars(one).values() for one in values)]
 
 
 def decode(kind: type[_T], values: list[list[Any]]) -> list[_T]:
-    """The `Held`, `Wanted` or `Piece` of a peer. Raises TypeError if it is something else."""
-    return [kind(*map(_frozen, one)) for one in values]
+    """The `Held`, `Wanted` or `Piece` of a peer. Raises TypeError or ValueError if it is something else."""
+    return [kind(name, dtype_named(dtype), *map(_frozen, rest)) for name, dtype, *rest in values]  # type: ignore[call-arg]
 
 
 def _frozen(value: Any) -> Any:

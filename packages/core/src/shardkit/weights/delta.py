@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from shardkit.weights.boxes import Box, Piece, dtype_named
+from shardkit.weights.boxes import Box, Piece
 from shardkit.weights.packing import Source, bytes_of, holding
 
 __all__ = ["Changed", "apply", "changes", "update"]
@@ -88,7 +88,7 @@ def apply(told: dict[str, Any], data: torch.Tensor, pieces: Sequence[Piece], buc
     if zlib.crc32(bytes_of(data)) == told["crc"]:
         total = 0
         for piece, count in zip(pieces, told["counts"], strict=True):
-            values = _units(bucket[offset : offset + piece.nbytes], dtype_named(piece.dtype).itemsize)
+            values = _units(bucket[offset : offset + piece.nbytes], piece.dtype.itemsize)
             if _few(count, len(values)):
                 new = at + 4 * count
                 where = sent[at:new].view(np.int32)

@@ -10,7 +10,7 @@ from torch import nn
 
 from shardkit.core.checkpoint.plan import boxes_of
 from shardkit.weights.adapters import Factors, merged
-from shardkit.weights.boxes import Box, Held, Piece, dtype_named, intersection, name_of
+from shardkit.weights.boxes import Box, Held, Piece, intersection
 
 __all__ = ["Names", "Source", "Values", "bytes_of", "describe", "holding", "pack", "unpack"]
 
@@ -68,7 +68,7 @@ def describe(
             ]
             castable = tensor.is_floating_point() and tensor.itemsize > 1  # float8 means nothing without a scale
             wire = dtype if dtype is not None and castable else tensor.dtype
-            held.append(Held(name, name_of(wire), tuple(tensor.shape), tuple(one.box for one in source[name])))
+            held.append(Held(name, wire, tuple(tensor.shape), tuple(one.box for one in source[name])))
     return held, source
 
 
@@ -101,7 +101,7 @@ def _parts(pieces: Sequence[Piece], bucket: torch.Tensor) -> Iterator[tuple[Piec
     """The part of a bucket that each piece has."""
     offset = 0
     for piece in pieces:
-        data = bucket[offset : offset + piece.nbytes].view(dtype_named(piece.dtype))
+        data = bucket[offset : offset + piece.nbytes].view(piece.dtype)
         yield piece, data.view([stop - start for start, stop in piece.box])
         offset += piece.nbytes
 

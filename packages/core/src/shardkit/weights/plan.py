@@ -19,8 +19,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
-from shardkit.weights.boxes import Box, Held, Piece, Wanted, dtype_named, intersection, numel
+from shardkit.weights.boxes import Box, Held, Piece, Wanted, intersection, numel
 
 __all__ = ["BUCKET", "Provided", "Runs", "buckets", "plan"]
 
@@ -37,7 +38,7 @@ _PARTS = 16  # of a sender's fair share; see Note [Shares]
 class _Tensor:
     """A tensor as the senders hold it: its distinct boxes, and the ranks that hold each."""
 
-    dtype: str
+    dtype: torch.dtype
     shape: tuple[int, ...]
     holders: dict[Box, list[int]] = field(default_factory=dict)
 
@@ -133,11 +134,11 @@ def _mismatch(want: Wanted, tensor: _Tensor | None) -> str:
     stops = [stop for _, stop in want.box]
     if len(stops) != len(tensor.shape) or any(stop > size for stop, size in zip(stops, tensor.shape, strict=True)):
         return f"{want.name}: wanted {_readable(want.box)}, which does not lie within its shape {tensor.shape}"
-    here, there = dtype_named(want.dtype), dtype_named(tensor.dtype)
+    here, there = want.dtype, tensor.dtype
     # Values of float8 mean nothing without a scale.
     castable = here.is_floating_point and there.is_floating_point and min(here.itemsize, there.itemsize) > 1
     if here != there and not castable:
-        return f"{want.name}: sent as {tensor.dtype}, its target is {here}; receive into one of that dtype"
+        return f"{want.name}: sent as {there}, its target is {here}; receive into one of that dtype"
     return ""
 
 
@@ -185,4 +186,4 @@ def _shares(ranks: Sequence[int], found: Sequence[tuple[Piece, list[int]]], turn
 
 def _order(piece: Piece) -> tuple[Any, ...]:
     """Wider dtypes first, then in the order of the receiver's targets."""
-    return -dtype_named(piece.dtype).itemsize, piece.dtype, piece.want, piece.box
+    return -piece.dtype.itemsize, str(piece.dtype), piece.want, piece.box

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from shardkit.weights.boxes import Piece, decode, dtype_named, encode
+from shardkit.weights.boxes import Piece, decode, encode
 from shardkit.weights.delta import apply
 from shardkit.weights.packing import Values, pack, unpack
 from shardkit.weights.peer import Peer
@@ -426,7 +426,7 @@ class WeightReceiver(Peer):
             return message, data
         if found.layout.staging is not None:
             return message, found.layout.staging.part(rank, offset, nbytes)
-        if odd := next((one for one in pieces if dtype_named(one.dtype) != self._views[one.want].tensor.dtype), None):
+        if odd := next((one for one in pieces if one.dtype != self._views[one.want].tensor.dtype), None):
             raise ConnectionError(f"{odd.name}: this receiver has cast it; ask the sender for it")
         source: dict[str, list[Values]] = {}
         for one in pieces:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardkit.weights.boxes import Held, Piece, decode, dtype_named, encode
+from shardkit.weights.boxes import Held, Piece, decode, encode
 from shardkit.weights.coordinator import Coordinator
 from shardkit.weights.delta import Changed, changes, update
 from shardkit.weights.packing import Names, Source, Values, describe, pack
@@ -297,7 +297,7 @@ def _snapshot(held: list[Held], source: Source, before: Source, changed: Changed
 
     If `changed` is not None, it gets what differs from the version before.
     """
-    dtypes = {one.name: dtype_named(one.dtype) for one in held}
+    dtypes = {one.name: one.dtype for one in held}
     copies: dict[str, list[Values]] = {}
     for name, parts in source.items():
         old = {one.box: one.tensor for one in before.get(name, ())}

@@ -11,7 +11,7 @@ from torch import nn
 
 from shardkit.core.checkpoint.plan import boxes_of
 from shardkit.core.parameters.region import Region
-from shardkit.weights.boxes import Wanted, name_of
+from shardkit.weights.boxes import Wanted
 
 __all__ = ["Cut", "Experts", "Part", "Rule", "Stack", "Target", "targets_for", "targets_of"]
 
@@ -68,7 +68,7 @@ class Target:
         for in_full, in_piece in self._region().boxes():
             box = tuple((one.start, one.stop) for one in in_full)
             view = tensor[in_piece].view([stop - start for start, stop in box])
-            yield Wanted(self.name, box, shape, name_of(tensor.dtype)), view
+            yield Wanted(self.name, tensor.dtype, box, shape), view
 
 
 def targets_of(state: Mapping[str, torch.Tensor], names: Callable[[str], str | None] = str) -> list[Target]:

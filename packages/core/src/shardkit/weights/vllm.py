@@ -74,7 +74,7 @@ class Source(WeightSource):
         """Name, dtype and whole shape of each tensor. Collective with `merge_adapters`."""
         names, dtype = self.options.get("names", str), self.options.get("dtype")
         held, _ = describe(self.model, names, dtype, merge=self.options.get("merge_adapters", False))
-        return [ParamMeta(one.name, dtype_named(one.dtype), one.shape) for one in held]
+        return [ParamMeta(one.name, one.dtype, one.shape) for one in held]
 
 
 @dataclass
