@@ -20,34 +20,24 @@ from shardkit.weights.packing import Source, bytes_of, holding
 
 __all__ = ["Changed", "apply", "changes", "update"]
 
-Changed = dict[tuple[str, Box], npt.NDArray[Any]]
-"""Which elements of a sender's parts have changed: positions in order, or a bitmap, whichever is shorter."""
+Changed = dict[tuple[str, Box], npt.NDArray[np.uint8]]
+"""Which elements of a sender's parts have changed: a bit for each."""
 
 _UNITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _BLOCK = 1 << 18  # elements: those of both versions stay in the cache until all is done with them
 
 
-def update(kept: torch.Tensor, values: torch.Tensor) -> npt.NDArray[Any]:
-    """Writes values of a part into `kept`, in its dtype; returns which of the elements have changed in any bit."""
+def update(kept: torch.Tensor, values: torch.Tensor) -> npt.NDArray[np.uint8]:
+    """Writes values of a part into `kept`, in its dtype; returns a bit for each element: whether it is another."""
     before, values = _units(kept), values.reshape(-1)
+    changed = np.empty(-(-len(before) // 8), np.uint8)
     block = torch.empty(min(_BLOCK, len(before)), dtype=kept.dtype)
-    starts = range(0, len(before), _BLOCK)
-    found: list[npt.NDArray[Any]] = []
-    for start in starts:
+    for start in range(0, len(before), _BLOCK):
         old = before[start : start + _BLOCK]
         new = _units(block[: len(old)].copy_(values[start : start + _BLOCK]))
-        differs = new != old
-        positions = np.flatnonzero(differs)
-        if _few(len(positions), len(old)):
-            old[positions] = new[positions]
-            found.append(positions)
-        else:
-            old[:] = new
-            found.append(np.packbits(differs))
-    if any(one.dtype == np.uint8 for one in found):
-        sizes = (min(_BLOCK, len(before) - start) for start in starts)
-        return np.concatenate([_bits(one, size) for one, size in zip(found, sizes, strict=True)])
-    return np.concatenate([np.empty(0, np.int64), *(one + start for one, start in zip(found, starts, strict=True))])
+        changed[start // 8 : (start + len(old) + 7) // 8] = np.packbits(new != old)
+        old[:] = new
+    return changed
 
 
 def changes(pieces: Sequence[Piece], source: Source, changed: Changed) -> tuple[dict[str, Any], torch.Tensor] | None:
@@ -64,15 +54,12 @@ def changes(pieces: Sequence[Piece], source: Source, changed: Changed) -> tuple[
             return None
         view = held.of(piece.box)
         new = _units(view.contiguous())
-        where = _places(known, held.tensor, view)
+        differs = _within(known, held.tensor, view)
+        positions = np.flatnonzero(differs)
         total += _sum(new)
-        values = new[where]
-        counts.append(len(values))
-        if not _few(len(values), len(new)):
-            where = _bits(where, len(new))
-        elif where.dtype == bool:
-            where = np.flatnonzero(where)
-        parts += [where if where.dtype == np.uint8 else where.astype(np.int32), values]
+        counts.append(len(positions))
+        few = _few(len(positions), len(new))
+        parts += [positions.astype(np.int32) if few else np.packbits(differs), new[positions]]
     if sum(one.nbytes for one in parts) >= sum(piece.nbytes for piece in pieces):
         return None
     data = torch.from_numpy(np.concatenate([one.view(np.uint8) for one in parts]))
@@ -109,32 +96,12 @@ def _few(count: int, size: int) -> bool:
     return 32 * count < size
 
 
-def _bits(where: npt.NDArray[Any], size: int) -> npt.NDArray[np.uint8]:
-    """One bit for each element, from these, from booleans, or from positions."""
-    if where.dtype == np.uint8:
-        return where
-    everywhere = np.zeros(size, bool)
-    everywhere[where] = True
-    return np.packbits(everywhere)
-
-
-def _places(changed: npt.NDArray[Any], whole: torch.Tensor, part: torch.Tensor) -> npt.NDArray[Any]:
-    """Positions or booleans of a view of a tensor, from the positions or bits of the tensor."""
+def _within(changed: npt.NDArray[np.uint8], whole: torch.Tensor, part: torch.Tensor) -> npt.NDArray[np.bool_]:
+    """Which elements of a view of a tensor have changed, from the bits of the tensor."""
     first = part.storage_offset() - whole.storage_offset()
-    if changed.dtype == np.uint8:
-        everywhere = torch.from_numpy(np.unpackbits(changed, count=whole.numel()).view(bool))
-        return everywhere.as_strided(part.shape, part.stride(), first).reshape(-1).numpy()
     last = first + sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True))
-    start, stop = np.searchsorted(changed, [int(first), int(last) + 1])
-    rest = changed[start:stop] - first
-    if part.is_contiguous():
-        return rest
-    inside, positions = np.ones(len(rest), bool), np.zeros_like(rest)
-    for size, stride in zip(part.shape, part.stride(), strict=True):
-        index, rest = np.divmod(rest, stride)
-        inside &= index < size
-        positions = positions * size + index
-    return positions[inside]
+    differs = torch.from_numpy(np.unpackbits(changed[first // 8 : last // 8 + 1]).view(bool))
+    return differs.as_strided(part.shape, part.stride(), first % 8).reshape(-1).numpy()
 
 
 def _units(tensor: torch.Tensor, itemsize: int = 0) -> npt.NDArray[Any]:
