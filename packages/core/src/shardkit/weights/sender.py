@@ -247,10 +247,14 @@ class WeightSender(Peer):
                     self._compares = True
                 packed = partial(self._packed, outlet, runs, base, version)
                 numbers = range(int(ask["first"]), len(runs))
-                await outlet.send(numbers, self._free, self._ready, partial(asyncio.to_thread, packed))
+                await outlet.send(
+                    numbers, self._free, partial(self._check, version), partial(asyncio.to_thread, packed)
+                )
 
-    async def _ready(self, number: int) -> None:
-        """All of a model is there."""
+    async def _check(self, version: _Version, number: int) -> None:
+        """All of a model is there, until `send` is interrupted: then the caller may write."""
+        if self._serving is not version:
+            raise ConnectionError(f"version {version.number} is not sent any more; read the log of sender {self.rank}")
 
     def _packed(
         self, outlet: Outlet, runs: Runs, base: int | None, version: _Version, number: int, bucket: Bucket
