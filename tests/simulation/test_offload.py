@@ -85,22 +85,22 @@ def casts(between: str) -> tuple[list[tuple[int, bytes]], list[bytes], list[list
         for step in take_steps(run):
             if step == scenario.steps - 1:
                 break
-            first = run.model.blocks[0]
+            first, now = run.model.blocks[0], between if step else "nothing"
             kept = {name: one.detach().clone() for name, one in first.state_dict().items()}
-            if between == "load while it is queued":
+            if now == "load while it is queued":
                 steps._worker().submit((gate := threading.Event()).wait)
-            if not (between == "micro-batch" and step):
+            if now != "micro-batch":
                 run.optimizer.step()
                 run.optimizer.zero_grad()
-            if between.startswith("load"):
+            if now.startswith("load"):
                 first.load_state_dict({name: 2 * one for name, one in kept.items()}, assign=True)
-            if between == "load while it is queued":
+            if now == "load while it is queued":
                 gate.set()
                 steps._worker().submit(int).result()
-            if between in ("write", "load while it is queued"):
+            if now in ("write", "load while it is queued"):
                 for parameter in first.parameters():
                     parameter.data.mul_(2)
-            elif between == "gather":
+            elif now == "gather":
                 first.unshard()
                 first.reshard()
             observer.seen.clear()
