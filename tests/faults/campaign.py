@@ -13,42 +13,32 @@ import argparse
 import functools
 import json
 import multiprocessing
-import os
 import platform
 import random
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 import traceback
 from collections import Counter
 from collections.abc import Iterable
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from tests.faults.damage import DISK_KINDS, FILE_KINDS, Pristine, Seen, can_mount, try_disk, try_file
 from tests.faults.injection import ERRNOS, STEP_KINDS, Fault
-from tests.faults.job import STEPS, WORLD, digests, left_behind, resume_until_done
+from tests.faults.job import STEPS, WORLD, Outcome, left_behind, resume_until_done
 
 AT_INSTANTS = ("kill", "kill all", "system", "writer", "stop", "slow", "store")
 JOB_KINDS = (*AT_INSTANTS, *STEP_KINDS)
 KINDS = (*JOB_KINDS, *FILE_KINDS, *DISK_KINDS)
 _REPORTED = {*STEP_KINDS, "writer", "system"} - {"exit"}
 """Kinds that a rank can tell of."""
-
-
-@dataclass(frozen=True)
-class Undisturbed:
-    """A job that no fault hit: its directory, its final digests, and the number of instants of each rank."""
-
-    path: Path
-    final: list[tuple[str, str]]
-    instants: list[int]
 
 
 @dataclass(frozen=True)
@@ -64,11 +54,12 @@ class Result:
     seconds: float
 
 
-def undisturbed(path: Path) -> Undisturbed:
+def undisturbed(path: Path) -> Outcome:
+    """A job that no fault hit."""
     outcome = resume_until_done(path, None)
     assert outcome.attempts == 1 and left_behind(path) == []
     assert outcome.final[0]["full"] == outcome.final[1]["full"] != ""
-    return Undisturbed(path, digests(outcome), outcome.instants)
+    return outcome
 
 
 def random_fault(kind: str, generator: random.Random, instants: list[int]) -> Fault:
@@ -78,21 +69,21 @@ def random_fault(kind: str, generator: random.Random, instants: list[int]) -> Fa
     return Fault(kind, rank, generator.randint(1, STEPS))
 
 
-def verdict(path: Path, fault: Fault, expected: Undisturbed) -> Seen:
+def verdict(path: Path, fault: Fault, expected: Outcome) -> Seen:
     """Runs a job with a fault, and judges its end."""
     try:
         outcome = resume_until_done(path, fault)
     except RuntimeError as error:
         return Seen("?", str(error))
+    other = [
+        f"rank {rank}: {name}"
+        for rank, (seen, known) in enumerate(zip(outcome.final, expected.final, strict=True))
+        for name in ("full", "own")
+        if seen[name] != known[name]
+    ]
     wrong: str | None = None
-    if digests(outcome) != expected.final:
-        what = [
-            f"rank {rank}: {name}"
-            for rank, pair in enumerate(zip(digests(outcome), expected.final, strict=True))
-            for name, seen, known in zip(("state", "own state"), *pair, strict=True)
-            if seen != known
-        ]
-        wrong = f"ended otherwise than the undisturbed run: {', '.join(what)}"
+    if other:
+        wrong = f"ended otherwise than the undisturbed run: {', '.join(other)}"
     elif outcome.hung:
         wrong = f"{outcome.hung} ranks hung without a report"
     elif outcome.attempts > 1 and fault.kind in _REPORTED and not any(_tells(r) for r in outcome.reports):
@@ -114,7 +105,7 @@ def pristine(path: Path, full: str) -> Pristine:
     return Pristine.of(path / "checkpoints", full)
 
 
-def try_one(kind: str, number: int, seed: int, expected: Undisturbed, root: Path) -> Result:
+def try_one(kind: str, number: int, seed: int, expected: Outcome, root: Path) -> Result:
     """Fault `number` of a kind, in a directory of its own."""
     generator = random.Random(f"{seed} {kind} {number}")
     begin = time.monotonic()
@@ -122,7 +113,7 @@ def try_one(kind: str, number: int, seed: int, expected: Undisturbed, root: Path
     what = kind
     try:
         if kind in FILE_KINDS:
-            seen = try_file(kind, generator, pristine(expected.path, expected.final[0][0]), scratch)
+            seen = try_file(kind, generator, pristine(expected.path, expected.final[0]["full"]), scratch)
         elif kind in DISK_KINDS:
             seen = try_disk(kind, generator, scratch)
         else:
@@ -136,37 +127,14 @@ def try_one(kind: str, number: int, seed: int, expected: Undisturbed, root: Path
     return Result(kind, number, seed, what, seen.struck, seen.wrong, round(time.monotonic() - begin, 2))
 
 
-class _Ended(BaseException):
-    """This process must end, after the ranks that it has started."""
-
-
-def _end(*_: object) -> None:
-    raise _Ended
-
-
-def _begin() -> None:
-    signal.signal(signal.SIGTERM, _end)
-
-
-def _try_in_pool(*arguments: Any) -> Result:
-    try:
-        return try_one(*arguments)
-    except _Ended:
-        os._exit(1)
-
-
 # -- the command ------------------------------------------------------------------------------------------------------
 
 
-def machine() -> dict[str, Any]:
-    """The machine and the versions that the results were made with."""
-    cpu = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name"))
-    commit, changed = (
-        subprocess.run(["git", *arguments], capture_output=True, text=True, check=False).stdout.strip()
-        for arguments in (("rev-parse", "--short", "HEAD"), ("diff", "--name-only", "HEAD", "packages", "tests"))
-    )
+def surroundings() -> dict[str, object]:
+    """What the results were made with."""
+    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
     versions = {"python": platform.python_version(), "torch": torch.__version__, "linux": platform.release()}
-    return {"commit": commit + "-changed" * bool(changed), "cpu": cpu.partition(": ")[2], **versions}
+    return {"commit": commit.stdout.strip(), "machine": platform.machine(), **versions}
 
 
 Outcomes = dict[tuple[str, int, int], list[Result]]
@@ -176,15 +144,10 @@ Outcomes = dict[tuple[str, int, int], list[Result]]
 def known(out: Path | None) -> Outcomes:
     """The results that stand in a file."""
     outcomes: Outcomes = {}
-    if out is not None and out.exists():
-        for line in out.read_text().splitlines():
-            if "kind" in (fields := json.loads(line)):
-                _note(outcomes, Result(**fields))
+    for line in out.read_text().splitlines() if out is not None and out.exists() else ():
+        if "kind" in (fields := json.loads(line)):
+            outcomes.setdefault((fields["kind"], fields["number"], fields["seed"]), []).append(Result(**fields))
     return outcomes
-
-
-def _note(outcomes: Outcomes, one: Result) -> None:
-    outcomes.setdefault((one.kind, one.number, one.seed), []).append(one)
 
 
 def table(outcomes: Iterable[list[Result]]) -> str:
@@ -196,11 +159,9 @@ def table(outcomes: Iterable[list[Result]]) -> str:
         "kind | injected | survived at once | when repeated | not survived | runs | ended before it struck | instants",
         "---|---|---|---|---|---|---|---",
     ]
-    by_kind: dict[str, list[list[Result]]] = {}
-    for runs in outcomes:
-        by_kind.setdefault(runs[0].kind, []).append(runs)
+    outcomes = list(outcomes)
     for kind in KINDS:
-        found = by_kind.get(kind, [])
+        found = [runs for runs in outcomes if runs[0].kind == kind]
         injected = [struck for runs in found if (struck := [one for one in runs if one.struck is not None])]
         at_once = sum(all(one.wrong is None for one in runs) for runs in injected)
         survived = sum(runs[-1].wrong is None for runs in injected)
@@ -217,30 +178,29 @@ def run(options: argparse.Namespace, root: Path) -> Outcomes:
     wanted = [(kind, number, options.seed) for number in range(options.each) for kind in options.kinds]
     todo = [key for key in wanted if key not in outcomes or outcomes[key][-1].wrong is not None]
     expected = undisturbed(root / "undisturbed")
-    lines = [json.dumps(machine() | {"seed": options.seed, "instants": expected.instants})]
-    print(f"{len(todo)} of {len(wanted)} faults to try; {lines[0]}", flush=True)
+    _add(options.out, surroundings() | {"seed": options.seed, "instants": expected.instants})
+    print(f"{len(todo)} of {len(wanted)} faults to try", flush=True)
     # Spawned: each process has a server of its own that its ranks are forked from.
-    with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn"), _begin) as pool:
-        pending: list[Future[Result]] = [pool.submit(_try_in_pool, *key, expected, root) for key in todo]
-        try:
-            for number, future in enumerate(as_completed(pending)):
-                one = future.result()
-                _note(outcomes, one)
-                lines.append(json.dumps(asdict(one)))
-                if options.out is not None:
-                    with options.out.open("a") as file:
-                        file.write("".join(f"{line}\n" for line in lines))
-                    lines.clear()
-                if one.wrong is not None:
-                    print(f"NOT SURVIVED: {one.kind} {one.number}: {one.wrong}", flush=True)
-                if number % 50 == 49:
-                    print(f"{number + 1} of {len(todo)}", flush=True)
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            for process in multiprocessing.active_children():
-                process.terminate()
-            raise
+    pool = ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn"))
+    try:
+        pending = {pool.submit(try_one, *key, expected, root): key for key in todo}
+        for number, future in enumerate(as_completed(pending), 1):
+            one = future.result()
+            outcomes.setdefault(pending[future], []).append(one)
+            _add(options.out, asdict(one))
+            if one.wrong is not None:
+                print(f"NOT SURVIVED: {one.kind} {one.number}: {one.wrong}", flush=True)
+            if number % 50 == 0:
+                print(f"{number} of {len(todo)}", flush=True)
+    finally:
+        pool.shutdown(cancel_futures=True)
     return {key: outcomes[key] for key in wanted}
+
+
+def _add(out: Path | None, line: dict[str, object]) -> None:
+    if out is not None:
+        with out.open("a") as file:
+            file.write(json.dumps(line) + "\n")
 
 
 def main() -> None:
@@ -251,14 +211,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="a file of JSON lines to add results to, and to go on from")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, _end)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended; the same command goes on from here"))
     if "full" in options.kinds and not can_mount():
         parser.error("only root can make the small file systems that 'full' needs; name other --kinds")
     with tempfile.TemporaryDirectory(prefix="faults-") as name:
-        try:
-            outcomes = run(options, Path(name))
-        except (_Ended, KeyboardInterrupt):
-            raise SystemExit("ended; the same command goes on from here") from None
+        outcomes = run(options, Path(name))
     print(table(outcomes.values()))
     raise SystemExit(any(runs[-1].wrong is not None for runs in outcomes.values()))
 

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from shardkit.core.checkpoint.saving import Image
 
 SYSTEM_CALLS = ("open", "write", "fsync", "rename", "mkdir", "unlink", "rmdir")
@@ -74,7 +72,20 @@ class Injector:
         if fault.kind == "writer" and threading.current_thread() is threading.main_thread():
             return
         self._note(name)
-        strike(fault, self.store)
+        if fault.kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif fault.kind == "kill all":
+            os.killpg(os.getpgrp(), signal.SIGKILL)
+        elif fault.kind == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif fault.kind == "slow":
+            time.sleep(_SLOW_SECONDS)
+        elif fault.kind == "store":
+            self.store.unlink()
+        elif fault.kind == "system":
+            raise OSError(fault.number, os.strerror(fault.number))
+        elif fault.kind == "writer":
+            raise SystemExit("the thread that writes is ended")
 
     def in_step(self, kind: str, step: int) -> bool:
         """Whether this step goes wrong in this way here."""
@@ -88,27 +99,5 @@ class Injector:
         (self.directory / "struck").write_text(name)
 
 
-def strike(fault: Fault, store: Path) -> None:
-    if fault.kind == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
-    elif fault.kind == "kill all":
-        os.killpg(os.getpgrp(), signal.SIGKILL)
-    elif fault.kind == "stop":
-        os.kill(os.getpid(), signal.SIGSTOP)
-    elif fault.kind == "slow":
-        time.sleep(_SLOW_SECONDS)
-    elif fault.kind == "store":
-        store.unlink()
-    elif fault.kind == "system":
-        raise OSError(fault.number, os.strerror(fault.number))
-    elif fault.kind == "writer":
-        raise SystemExit("the thread that writes is ended")
-
-
 class Broken(RuntimeError):
     """The error that a rank raises for a fault."""
-
-
-def spoil(loss: torch.Tensor) -> torch.Tensor:
-    """A loss whose gradients are NaN."""
-    return loss * float("nan")

@@ -13,6 +13,7 @@ import random
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -25,7 +26,7 @@ import torch.distributed as dist
 from shardkit.core import clip_grad_norm_, optimizer_step_on_shards
 from shardkit.core.checkpoint import CheckpointManager
 from tests.core.checkpoint.trainee import Trainee
-from tests.faults.injection import Broken, Fault, Injector, spoil
+from tests.faults.injection import Broken, Fault, Injector
 from tests.support.pool import start_server
 
 STEPS = 5
@@ -81,7 +82,6 @@ def _join_process_group_of_system(rank: int, leader: Any) -> None:
 def _train(path: Path, attempt: int, injector: Injector) -> None:
     trainee = Trainee((WORLD,), seed=1)
     optimizer_step_on_shards(trainee.optimizer)  # a third of the time that a short job takes
-    _hook(trainee, injector)
     with CheckpointManager(path / "checkpoints", keep=2, every=1, timeout=_TIMEOUT.total_seconds()) as manager:
         restored = manager.restore(trainee.state)
         start = restored.step if restored is not None and restored.step is not None else 0
@@ -93,37 +93,28 @@ def _train(path: Path, attempt: int, injector: Injector) -> None:
     (path / f"final-{attempt}-{dist.get_rank()}.json").write_text(json.dumps(final))
 
 
-def _hook(trainee: Trainee, injector: Injector) -> None:
-    trainee.current = 0
-
-    def hook(module: Any, args: Any, output: Any) -> None:
-        if injector.in_step("hook", trainee.current):
-            raise Broken("in a hook")
-
-    trainee.model.inner.register_forward_hook(hook)
-
-
 def _step(trainee: Trainee, step: int, injector: Injector) -> None:
-    trainee.current = step
     injector.instant("training")
     if injector.in_step("exit", step):
         os._exit(3)
     tokens = (torch.randint(11, (4,)) + step) % 11
     if injector.in_step("branch", step):
         trainee.model.inner(torch.zeros(1, 7)).sum().backward()
+    if injector.in_step("hook", step):
+        trainee.model.inner.register_forward_hook(_breaks("in a hook"))
     loss = trainee.model(tokens)
     injector.instant("training")
     if injector.in_step("forward", step):
         raise Broken("after forward")
     if injector.in_step("backward", step):
-        loss.register_hook(_raise_in_backward)
+        loss.register_hook(_breaks("in backward"))
     if injector.in_step("nan", step):
-        loss = spoil(loss)
+        loss = loss * float("nan")
     loss.backward()
     injector.instant("training")
     clip_grad_norm_(trainee.model.parameters(), 1.0, error_if_nonfinite=True)
     if injector.in_step("optimizer", step):
-        trainee.optimizer.register_step_pre_hook(_raise_in_optimizer)
+        trainee.optimizer.register_step_pre_hook(_breaks("in the optimizer"))
     trainee.optimizer.step()
     trainee.optimizer.zero_grad()
     trainee.scheduler.step()
@@ -132,12 +123,11 @@ def _step(trainee: Trainee, step: int, injector: Injector) -> None:
     injector.instant("training")
 
 
-def _raise_in_backward(grad: torch.Tensor) -> None:
-    raise Broken("in backward")
+def _breaks(where: str) -> Callable[..., None]:
+    def raises(*args: Any) -> None:
+        raise Broken(where)
 
-
-def _raise_in_optimizer(*args: Any) -> None:
-    raise Broken("in the optimizer")
+    return raises
 
 
 def digest(value: Any) -> str:
@@ -167,6 +157,7 @@ class Outcome:
     """How a job went.
 
     Attributes:
+        path: its directory.
         attempts: that it took.
         final: the ranks' last digests.
         reports: the output of the ranks of failed attempts.
@@ -175,6 +166,7 @@ class Outcome:
         struck: the instant at which the fault struck, None if the job ended before.
     """
 
+    path: Path
     attempts: int
     final: list[dict[str, Any]]
     reports: list[str]
@@ -199,19 +191,12 @@ def resume_until_done(path: Path, fault: Fault | None, attempts: int = 4) -> Out
             final = [json.loads((path / f"final-{attempt}-{rank}.json").read_text()) for rank in range(WORLD)]
             instants = [int((path / f"instants-{attempt}-{rank}").read_text()) for rank in range(WORLD)]
             struck = (path / "struck").read_text() if (path / "struck").exists() else None
-            return Outcome(attempt + 1, final, reports, instants, hung, struck)
-        reports += [f"attempt {attempt}, rank {r}, code {codes[r]}: {_errors(path, attempt, r)}" for r in range(WORLD)]
+            return Outcome(path, attempt + 1, final, reports, instants, hung, struck)
+        for rank, code in enumerate(codes):
+            file = path / f"errors-{attempt}-{rank}"
+            errors = file.read_text() if file.exists() else ""
+            reports.append(f"attempt {attempt}, rank {rank}, code {code}: {errors}")
     raise RuntimeError(f"{fault}: not done after {attempts} attempts:\n" + "\n".join(reports))
-
-
-def digests(outcome: Outcome) -> list[tuple[str, str]]:
-    """The final digests of the job: for each rank, of the state that all share and of its own."""
-    return [(final["full"], final["own"]) for final in outcome.final]
-
-
-def _errors(path: Path, attempt: int, rank: int) -> str:
-    file = path / f"errors-{attempt}-{rank}"
-    return file.read_text() if file.exists() else ""
 
 
 def _attempt(path: Path, attempt: int, fault: Fault | None) -> tuple[list[int | None], int]:

@@ -18,6 +18,12 @@ def rank_mesh(shape: tuple[int, ...], names: tuple[str, ...] | None = None) -> D
     return init_device_mesh(DEVICE, shape, mesh_dim_names=names)
 
 
+def data_mesh(hsdp: bool) -> DeviceMesh:
+    """Return a mesh over all ranks: of one axis, or of two replicas."""
+    world_size = dist.get_world_size()
+    return rank_mesh((2, world_size // 2), ("replicate", "shard")) if hsdp else rank_mesh((world_size,))
+
+
 @functools.cache
 def networked_mesh(shape: tuple[int, ...], names: tuple[str, ...] | None = None) -> DeviceMesh:
     """Return a mesh like ``rank_mesh`` whose process groups never share memory, as between hosts. Collective too."""

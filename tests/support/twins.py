@@ -45,16 +45,22 @@ class Twins:
         for rank in range(self.world_size):
             (loss(self.whole, rank) / self.world_size).backward()
 
-    def step(self, loss: Loss, lr: float = 0.1) -> None:
-        """Backward, compare gradients, step with SGD, compare parameters."""
-        self.backward(loss)
-        self.check_gradients()
-        self.update(lr)
-        self.check_parameters()
+    @property
+    def both(self) -> tuple[Any, Any]:
+        """The sharded model and the whole one."""
+        return self.sharded, self.whole
+
+    def step(self, loss: Loss, times: int = 1, lr: float = 0.1) -> None:
+        """Backward, compare gradients, step with SGD, compare parameters; so many times."""
+        for _ in range(times):
+            self.backward(loss)
+            self.check_gradients()
+            self.update(lr)
+            self.check_parameters()
 
     def update(self, lr: float = 0.1) -> None:
         """One step of plain SGD on both, with the parameters that each has now."""
-        for model in (self.sharded, self.whole):
+        for model in self.both:
             optimizer = torch.optim.SGD(model.parameters(), lr=lr)
             optimizer.step()
             optimizer.zero_grad()
@@ -94,6 +100,31 @@ def assert_close(seen: Tensor, expected: Tensor, what: str) -> None:
     assert seen.dtype == expected.dtype, f"{what}: {seen.dtype}, expected {expected.dtype}"
     rtol, atol = {torch.float64: (1e-10, 1e-12), torch.float32: (1e-5, 1e-6)}.get(seen.dtype, (3e-2, 3e-3))
     torch.testing.assert_close(seen, expected, rtol=rtol, atol=atol, msg=lambda text: f"{what}: {text}")
+
+
+def assert_equal(seen: Any, expected: Any, where: object = "") -> None:
+    """Two nested values are of the same types, with the same tensors to the last bit and the same placements."""
+    assert type(seen) is type(expected), where
+    if isinstance(expected, DTensor):
+        assert (seen.placements, seen.shape) == (expected.placements, expected.shape), where
+        assert torch.equal(seen.to_local(), expected.to_local()), where
+    elif isinstance(expected, Tensor):
+        assert torch.equal(seen, expected) and seen.dtype == expected.dtype, where
+    elif isinstance(expected, dict):
+        assert seen.keys() == expected.keys(), where
+        for key, value in expected.items():
+            assert_equal(seen[key], value, f"{where}.{key}")
+    elif isinstance(expected, list | tuple):
+        assert len(seen) == len(expected), where
+        for index, value in enumerate(expected):
+            assert_equal(seen[index], value, f"{where}.{index}")
+    else:
+        assert seen == expected, where
+
+
+def local_gradients(model: nn.Module) -> list[Tensor]:
+    """Copies of this rank's parts of the gradients of a sharded model."""
+    return [parameter.grad.to_local().clone() for parameter in model.parameters() if parameter.grad is not None]
 
 
 def batch(rank: int, *shape: int, seed: int = 0) -> Tensor:

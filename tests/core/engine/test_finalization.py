@@ -12,6 +12,7 @@ import shardkit.core as shardkit
 from tests.support import on_ranks, rank_mesh
 from tests.support.models import Block
 from tests.support.sharding import shard_each
+from tests.support.twins import assert_equal, local_gradients
 
 
 def _model(api: Any) -> Any:
@@ -25,16 +26,12 @@ def _backward(model: nn.Module, seed: int) -> None:
     model(torch.randn(2, 8)).square().sum().backward()
 
 
-def _gradients(model: nn.Module) -> list[Tensor]:
-    return [parameter.grad.to_local().clone() for parameter in model.parameters()]
-
-
 def _automatic(api: Any) -> list[Tensor]:
     model = _model(api)
     for micro in range(3):
         model.set_requires_gradient_sync(micro == 2)
         _backward(model, micro)
-    return _gradients(model)
+    return local_gradients(model)
 
 
 def _manual(api: Any, async_op: bool) -> list[Tensor]:
@@ -54,19 +51,16 @@ def _manual(api: Any, async_op: bool) -> list[Tensor]:
             handle.wait()
             handle.wait()
         model.set_manual_backward_finalization(False)
-    return _gradients(model)
+    return local_gradients(model)
 
 
 @pytest.mark.parametrize(("world_size", "async_op"), [(1, False), (2, True)])
 @on_ranks()
 def test_finalized_gradients(rank: int, world_size: int, async_op: bool) -> None:
     seen = _manual(shardkit, async_op)
-    expected = _automatic(stock)
-    for one, two in zip(seen, expected, strict=True):
-        assert torch.equal(one, two)
+    assert_equal(seen, _automatic(stock))
     if hasattr(stock.FSDPModule, "finalize_backward"):
-        for one, two in zip(seen, _manual(stock, async_op), strict=True):
-            assert torch.equal(one, two)
+        assert_equal(seen, _manual(stock, async_op))
 
 
 @on_ranks(2)
@@ -78,7 +72,7 @@ def test_partial_sums_do_not_get_lost(rank: int, world_size: int) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for micro in range(2):
         _backward(model, micro)
-    expected = _gradients(model)
+    expected = local_gradients(model)
     model.zero_grad()
     model.set_manual_backward_finalization(True)
     model.set_requires_all_reduce(False)
@@ -86,13 +80,16 @@ def test_partial_sums_do_not_get_lost(rank: int, world_size: int) -> None:
         _backward(model, micro)
     model.set_requires_all_reduce(True)
     model.finalize_backward()
-    for one, two in zip(_gradients(model), expected, strict=True):
-        torch.testing.assert_close(one, two)
+    torch.testing.assert_close(local_gradients(model), expected)
     optimizer.step()
 
 
 @on_ranks(2)
 def test_refusals(rank: int, world_size: int) -> None:
+    early = _model(shardkit)
+    early[0].set_manual_backward_finalization(True)
+    with pytest.raises(RuntimeError, match=r"was called on '0', below the root"):
+        early(torch.randn(2, 8))
     model = _model(shardkit)
     model.finalize_backward()  # before the first forward there is nothing to do
     model.finalize_backward(async_op=True).wait()
@@ -118,20 +115,11 @@ def test_refusals(rank: int, world_size: int) -> None:
     model.zero_grad()
     _backward(model, 0)
     model.finalize_backward()
-    seen = _gradients(model)
+    seen = local_gradients(model)
     model.set_manual_backward_finalization(False)
     model.zero_grad()
     _backward(model, 0)
-    for one, two in zip(seen, _gradients(model), strict=True):
-        assert torch.equal(one, two)
-
-
-@on_ranks(1)
-def test_setting_below_the_root_is_refused(rank: int, world_size: int) -> None:
-    model = _model(shardkit)
-    model[0].set_manual_backward_finalization(True)
-    with pytest.raises(RuntimeError, match=r"was called on '0', below the root"):
-        model(torch.randn(2, 8))
+    assert_equal(local_gradients(model), seen)
 
 
 @on_ranks(2)
@@ -147,8 +135,7 @@ def test_roots_that_share_a_context(rank: int, world_size: int) -> None:
         second.reset_iter_state()
     handle.wait()
     _backward(second, 0)
-    for one, two in zip(_gradients(first), _gradients(second), strict=True):
-        assert torch.equal(one, two)
+    assert_equal(local_gradients(first), local_gradients(second))
 
 
 # -- memory that stays -------------------------------------------------------------------------------------------------
@@ -177,8 +164,7 @@ def test_kept_storage_has_one_address(rank: int, world_size: int) -> None:
             optimizer.zero_grad()
         assert all(flat.untyped_storage().size() for param in kept for flat in param.flats)
         assert _addresses(model) == expected
-    for one, two in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(one.to_local(), two.to_local())
+    assert_equal(model.state_dict(), plain.state_dict())
     model[0].set_keep_unsharded_storage(False)
     sizes = [[flat.untyped_storage().size() for p in g.params for flat in p.flats] for g in model._groups(recurse=True)]
     assert [any(of_group) for of_group in sizes] == [True, False, True]

@@ -119,5 +119,4 @@ def _recompute(model: Any, x: Tensor) -> Tensor:
 @on_ranks(2)
 def test_a_recomputation_is_not_given_what_others_added(rank: int, world_size: int) -> None:
     twins = Twins.of(rank, world_size, lambda: _model(_recompute, "list"), _shard)
-    for _ in range(2):
-        twins.step(lambda model, of: model(batch(of, 2, 5).requires_grad_()))
+    twins.step(lambda model, of: model(batch(of, 2, 5).requires_grad_()), times=2)

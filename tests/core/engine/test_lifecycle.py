@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor
 
 from shardkit.core import MixedPrecisionPolicy, clip_grad_norm_, events, fully_shard, register_fsdp_forward_method
 from shardkit.core.engine.step import state_of
-from tests.support import on_ranks, rank_mesh, run_ranks
+from tests.support import on_ranks, rank_mesh
+from tests.support.heard import heard
 from tests.support.meshes import networked_mesh
 from tests.support.models import MLP, Composed
 from tests.support.sharding import shard_children, shard_each
@@ -31,10 +32,6 @@ RESHARD = (None, True, False)
 
 def _shard_mlp(model: Any, **options: Any) -> Any:
     return shard_each(*model.blocks, model, **options)
-
-
-def _sharded_mlp() -> Any:
-    return _shard_mlp(MLP())
 
 
 def _mlp_loss(model: nn.Module, rank: int, seed: int = 0) -> Tensor:
@@ -80,10 +77,6 @@ def _train_with_an_optimizer(model: Any) -> None:
     optimizer.step()
 
 
-def _forward_only(model: Any) -> None:
-    model(torch.ones(2, 5))
-
-
 def _explicitly_unsharded(model: Any) -> None:
     model.unshard(async_op=True)
     model.blocks[0].unshard()
@@ -96,7 +89,12 @@ def _failed(model: Any) -> None:
     handle.remove()
 
 
-LIVES = (_train_with_all_that_can_be_set, _forward_only, _explicitly_unsharded, _failed)
+LIVES = {
+    "all that can be set": _train_with_all_that_can_be_set,
+    "forward only": lambda model: model(torch.ones(2, 5)),
+    "unsharded": _explicitly_unsharded,
+    "failed": _failed,
+}
 
 
 def _raise(*args: Any) -> None:
@@ -122,11 +120,11 @@ def _pieces(model: nn.Module) -> dict[str, weakref.ref[Any]]:
 
 @on_ranks(2)
 def test_a_deleted_model_is_freed_at_once(rank: int, world_size: int) -> None:
-    _train_with_an_optimizer(_sharded_mlp())  # torch's lazy imports keep frames alive, once
+    _train_with_an_optimizer(_shard_mlp(MLP()))  # torch's lazy imports keep frames alive, once
     gc.collect()
     gc.disable()
     try:
-        for life in LIVES:
+        for name, life in LIVES.items():
             for reshard in (None, False):
                 model = MLP()
                 originals = [weakref.ref(parameter) for parameter in model.parameters()]
@@ -135,8 +133,8 @@ def test_a_deleted_model_is_freed_at_once(rank: int, world_size: int) -> None:
                 life(model)
                 pieces = _pieces(model)
                 del model
-                left = [name for name, piece in pieces.items() if piece() is not None]
-                assert not left, f"{life.__name__}, reshard_after_forward={reshard}: {left} outlive the model"
+                left = [what for what, piece in pieces.items() if piece() is not None]
+                assert not left, f"{name}, reshard_after_forward={reshard}: {left} outlive the model"
     finally:
         gc.enable()
 
@@ -167,8 +165,7 @@ def test_cast_between_steps(rank: int, world_size: int) -> None:
         cast(twins.sharded)
         cast(twins.whole)
         twins.align()  # otherwise bfloat16's rounding differences would stay
-        for _ in range(2):
-            twins.step(_mlp_loss)
+        twins.step(_mlp_loss, times=2)
         twins.sharded(batch(rank, 2, 5).to(next(twins.whole.parameters()).dtype))  # the next cast finds the root whole
 
 
@@ -182,7 +179,7 @@ def test_casts_and_moves_while_gradients_wait(rank: int, world_size: int, reduce
         for synchronised in (True, False, False):  # the first leaves a sharded gradient beside those that wait
             twins.sharded.set_requires_gradient_sync(synchronised)
             twins.backward(_mlp_loss)
-        for model in (twins.sharded, twins.whole):
+        for model in twins.both:
             change(model)
         twins.sharded.set_requires_gradient_sync(True)
         twins.backward(_mlp_loss)
@@ -190,7 +187,7 @@ def test_casts_and_moves_while_gradients_wait(rank: int, world_size: int, reduce
         twins.update()
         twins.sharded.set_requires_gradient_sync(False)
         twins.backward(_mlp_loss)
-        for model in (twins.sharded, twins.whole):
+        for model in twins.both:
             change(model)
             model.zero_grad()
         twins.sharded.set_requires_gradient_sync(True)
@@ -248,7 +245,7 @@ def test_load_between_steps(rank: int, world_size: int) -> None:
 @on_ranks(2)
 def test_post_accumulate_grad_hooks(rank: int, world_size: int) -> None:
     """A hook runs once for each gradient that is reduced, also into one that is there, until it is removed."""
-    model = _sharded_mlp()
+    model = _shard_mlp(MLP())
     fqns = [fqn for fqn, _ in model.named_parameters()]
     calls = dict.fromkeys(fqns, 0)
 
@@ -393,8 +390,7 @@ def test_an_iteration_that_did_not_end_is_refused_until_it_is_reset(rank: int, w
         twins.sharded.reset_iter_state()
         twins.sharded.zero_grad()
         assert _holds_no_unsharded(twins.sharded), name
-        for _ in range(2):
-            twins.step(_mlp_loss)
+        twins.step(_mlp_loss, times=2)
 
 
 def _first_or_second(module: Any, x: Tensor) -> Tensor:
@@ -417,16 +413,20 @@ def test_an_error_that_forward_catches_needs_no_reset(rank: int, world_size: int
         assert _holds_no_unsharded(twins.sharded)
 
 
-def _fails_while_a_peer_is_late(rank: int, world_size: int, networked: bool, where: str, returned: Path) -> None:
+@pytest.mark.parametrize(("networked", "where"), [(False, "forward"), (True, "backward")])
+@on_ranks(2, isolated=True)
+def test_after_an_error_nothing_waits_for_a_peer(
+    rank: int, world_size: int, networked: bool, where: str, tmp_path: Path
+) -> None:
     """Rank 0 raises while it has started gathers that rank 1 joins only after rank 0's error has come out."""
+    returned = tmp_path / "returned"
 
     def late(*args: Any) -> None:
         await_file(returned, "rank 0 has its error")
         raise RuntimeError("on purpose")
 
     mesh = (networked_mesh if networked else rank_mesh)((world_size,))
-    model: Any = MLP()
-    _shard_mlp(model, mesh=mesh)
+    model = _shard_mlp(MLP(), mesh=mesh)
     for _ in range(2):
         _mlp_loss(model, rank).backward()  # from now on gathers are started ahead
     if where == "forward":
@@ -440,17 +440,11 @@ def _fails_while_a_peer_is_late(rank: int, world_size: int, networked: bool, whe
     returned.touch()
 
 
-@pytest.mark.parametrize(("networked", "where"), [(False, "forward"), (True, "backward")])
-def test_after_an_error_nothing_waits_for_a_peer(networked: bool, where: str, tmp_path: Path) -> None:
-    run_ranks(2, _fails_while_a_peer_is_late, networked, where, tmp_path / "returned", isolated=True)
-
-
 @on_ranks(2, isolated=True)
 def test_a_forward_more_on_one_rank_is_an_error_on_both(rank: int, world_size: int) -> None:
     """Rank 0 runs a second forward while rank 1 runs the backward of the first; the error is that of a gather."""
     group = dist.new_group(list(range(world_size)), timeout=dt.timedelta(seconds=4))
-    model: Any = MLP()
-    _shard_mlp(model, mesh=DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp",)))
+    model = _shard_mlp(MLP(), mesh=DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp",)))
     for _ in range(2):
         _mlp_loss(model, rank).backward()
     loss = _mlp_loss(model, rank)
@@ -473,8 +467,7 @@ def test_recovery_from_an_exception(rank: int, world_size: int) -> None:
         twins.sharded.reset_iter_state()
         twins.sharded.zero_grad()
         assert _holds_no_unsharded(twins.sharded), where
-        for _ in range(2):
-            twins.step(_mlp_loss)
+        twins.step(_mlp_loss, times=2)
         assert _holds_no_unsharded(twins.sharded), where
 
 
@@ -496,11 +489,10 @@ def test_reset_drops_unreduced_gradients(rank: int, world_size: int) -> None:
                 _mlp_loss(twins.sharded, rank).backward()
             twins.sharded.reset_iter_state()
             getattr(twins.sharded, hold_back)(True)
-            heard: list[events.Event] = []
-            with events.subscribe(heard.append):
+            with heard(events.ReduceStarted) as reductions:
                 twins.step(_mlp_loss)
             # As if nothing had been accumulated, in reduce_dtype, before. A shard group of one rank reduces nothing.
-            sent = {one.dtype for one in heard if isinstance(one, events.ReduceStarted)}
+            sent = {one.dtype for one in reductions}
             assert sent == ({torch.float32} if mesh.size(-1) > 1 else set())
 
 
@@ -538,8 +530,7 @@ def test_outputs_that_are_parameters(rank: int, world_size: int) -> None:
     for reshard in RESHARD:
         shard = lambda model: shard_children(model, reshard_after_forward=reshard)  # noqa: B023, E731
         twins = Twins.of(rank, world_size, _uses_holder, shard)
-        for _ in range(2):
-            twins.step(_holder_loss)
+        twins.step(_holder_loss, times=2)
         loss, held = twins.sharded(batch(rank, 3, 4))
         loss.backward()
         twins.sharded.zero_grad()
@@ -550,8 +541,7 @@ def test_outputs_that_are_parameters(rank: int, world_size: int) -> None:
             assert_close(held["leaf"].detach().clone(), twins.whole.holder.bias.detach(), "a leaf output")
             assert_close(held["views"][1].detach().clone(), twins.whole.holder.table.t().detach(), "a view output")
         alone = Twins.of(rank, world_size, _holder, lambda model: fully_shard(model, reshard_after_forward=reshard))  # noqa: B023
-        for _ in range(2):
-            alone.step(_leaf_alone)
+        alone.step(_leaf_alone, times=2)
 
 
 def _zoo() -> nn.Module:
@@ -578,13 +568,9 @@ def _zoo() -> nn.Module:
 
 @on_ranks(2)
 def test_modules_with_parameters_in_unusual_places(rank: int, world_size: int) -> None:
-    def shard(model: Any) -> None:
-        shard_each(model.lstm, model.gru, model.attention, model)
-
-    for apply in (fully_shard, shard):
+    for apply in (fully_shard, lambda model: shard_each(model.lstm, model.gru, model.attention, model)):
         twins = Twins.of(rank, world_size, _zoo, apply)
-        for _ in range(3):
-            twins.step(square_loss(2, 3, 4))
+        twins.step(square_loss(2, 3, 4), times=3)
 
 
 # -- groups of modules -------------------------------------------------------------------------------------------------
@@ -597,5 +583,4 @@ def test_a_list_with_modules_inside_others(rank: int, world_size: int) -> None:
     assert type(twins.sharded).__name__ == "FSDPMLP"
     assert type(twins.sharded.out) is nn.Linear
     assert type(twins.sharded.blocks[0].up) is nn.Linear
-    for _ in range(2):
-        twins.step(_mlp_loss)
+    twins.step(_mlp_loss, times=2)

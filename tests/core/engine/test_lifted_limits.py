@@ -1,5 +1,6 @@
 """Cases that stock fully_shard refuses and ours supports, against a single process: gradients, steps, checkpoints."""
 
+import functools
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -13,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardkit.core import MixedPrecisionPolicy, events, fully_shard
-from shardkit.core.engine.step import state_of
 from tests.support import on_ranks, rank_mesh
+from tests.support.heard import heard
 from tests.support.models import Block, Composed
 from tests.support.sharding import shard_children, shard_each
 from tests.support.twins import Twins, assert_close, batch, square_loss
@@ -110,16 +111,8 @@ def _check_ties(twins: Twins) -> None:
     assert isinstance(model.head.weight, DTensor)
     assert len(list(model.parameters())) == len(list(twins.whole.parameters()))
     assert model.state_dict().keys() == twins.whole.state_dict().keys()
-    held = [
-        flat
-        for module in model.modules()
-        if (state := state_of(module)) is not None
-        for group in state.groups
-        for param in group.params
-        for flat in param.flats
-        if flat.untyped_storage().size()
-    ]
-    assert not held
+    params = [param for group in model._groups(recurse=True) for param in group.params]
+    assert not any(flat.untyped_storage().size() for param in params for flat in param.flats)
 
 
 @pytest.mark.daily(world_size=[3])
@@ -135,15 +128,15 @@ def test_tied_across_groups(rank: int, world_size: int, shard: Callable[..., Non
     _steps(twins, _tied_loss("eh"), 1)
     with torch.no_grad():
         assert_close(_tied_loss("h")(twins.sharded, rank), _tied_loss("h")(twins.whole, rank), "evaluation")
-    for model in (twins.sharded, twins.whole):
+    for model in twins.both:
         model.embedding.weight.requires_grad_(False)
     twins.step(_tied_loss("eh"))
-    for model in (twins.sharded, twins.whole):
+    for model in twins.both:
         model.head.weight.requires_grad_(True)
         model.double()
     twins.align()  # the two have grown apart by roundings of float32
     twins.step(_tied_loss("eh"))
-    for model in (twins.sharded, twins.whole):
+    for model in twins.both:
         model.float()
     _check_ties(twins)
 
@@ -183,15 +176,12 @@ def test_a_tied_parameter_is_reduced_once_and_prefetched_with_the_others(rank: i
     model = _pair()
     shard_each(*model, model)
     loss = _vector_loss(model, rank)
-    backward: list[events.Event] = []
-    with events.subscribe(backward.append):
+    with heard(events.ReduceStarted) as reductions:
         loss.backward()
-    forward: list[events.Event] = []
-    with events.subscribe(forward.append):
+    with heard(events.PrefetchMiss) as misses:
         model(batch(rank, 3, 4))
-    reductions = [one.fqn for one in backward if isinstance(one, events.ReduceStarted)]
-    assert len(reductions) == len(set(reductions)) == 4, reductions  # the layers' own, and the tied one
-    assert [one.fqn for one in forward if isinstance(one, events.PrefetchMiss)] == []
+    assert len(reductions) == len({one.fqn for one in reductions}) == 4  # the layers' own, and the tied one
+    assert misses == []
 
 
 # -- 0-dim parameters --------------------------------------------------------------------------------------------------
@@ -225,7 +215,7 @@ def test_zero_dim_parameters(rank: int, world_size: int) -> None:
         for reshard, reduce_dtype in ((None, None), (True, torch.float64), (False, None)):
             policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
             options = {"mesh": mesh, "reshard_after_forward": reshard, "mp_policy": policy}
-            twins = Twins.of(rank, world_size, _scaled, lambda model: shard_children(model, **options))  # noqa: B023
+            twins = Twins.of(rank, world_size, _scaled, functools.partial(shard_children, **options))
             for scalar in (twins.sharded.temperature, twins.sharded.block.gain, twins.sharded.lonely.shift):
                 assert scalar.placements == (Replicate(),) * mesh.ndim
                 assert scalar.to_local().shape == ()
@@ -268,12 +258,8 @@ def _mixed_loss(model: nn.Module, rank: int) -> Tensor:
 def test_mixed_dtypes_in_a_group(rank: int, world_size: int) -> None:
     """Each gradient is reduced in its parameter's dtype, or in reduce_dtype."""
     for reshard in RESHARD:
-        twins = Twins.of(
-            rank,
-            world_size,
-            _mixed_dtypes,
-            lambda model: fully_shard(model, reshard_after_forward=reshard),  # noqa: B023
-        )
+        shard = functools.partial(fully_shard, reshard_after_forward=reshard)
+        twins = Twins.of(rank, world_size, _mixed_dtypes, shard)
         expected = {fqn: value.dtype for fqn, value in twins.whole.state_dict().items()}
         assert {fqn: value.dtype for fqn, value in twins.sharded.state_dict().items()} == expected
         for _ in range(2):
@@ -342,15 +328,9 @@ def test_any_dim_and_layout(
     rank: int, world_size: int, placement: Callable[[nn.Parameter], Shard | None] | None
 ) -> None:
     for reshard, param_dtype in ((None, None), (False, None), (True, torch.float64)):
-
-        def shard(model: Any) -> None:
-            fully_shard(
-                model,
-                reshard_after_forward=reshard,  # noqa: B023
-                shard_placement_fn=placement,
-                mp_policy=MixedPrecisionPolicy(param_dtype=param_dtype, output_dtype=torch.float32),  # noqa: B023
-            )
-
+        precision = MixedPrecisionPolicy(param_dtype=param_dtype, output_dtype=torch.float32)
+        options = {"reshard_after_forward": reshard, "shard_placement_fn": placement, "mp_policy": precision}
+        shard = functools.partial(fully_shard, **options)
         twins = Twins.of(rank, world_size, _odd, shard)
         for fqn, parameter in twins.whole.named_parameters():
             chosen = placement(parameter) if placement else None

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardkit.core import MixedPrecisionPolicy, events, fully_shard
-from shardkit.core.engine.step import state_of
 from tests.support import on_ranks
+from tests.support.heard import heard
 from tests.support.models import Composed
 from tests.support.sharding import shard_each
+from tests.support.twins import assert_equal, local_gradients
 
 BLOCKS = 6
 WIDTH = 12  # every world size from 1 to 4 divides it: no padding
@@ -207,10 +208,9 @@ def test_a_block_that_returns_an_input_is_gathered_once(rank: int, world_size: i
         fully_shard(model)
         for _ in range(2):
             loss = model(torch.randn(2, WIDTH)).sum()
-            gathers = Gathers()
-            with events.subscribe(gathers):
+            with heard(events.GatherStarted) as gathers:
                 loss.backward()
-        assert len(gathers.labels) == len(set(gathers.labels))
+        assert len(gathers) == len({one.fqn for one in gathers})
 
 
 def _run_through(modules: list[nn.Module], x: Tensor) -> Tensor:
@@ -238,17 +238,6 @@ def test_bound_when_the_order_changes(rank: int, world_size: int) -> None:
                 assert meter.block_bytes == meter.root_bytes == 0, f"backward {order} at depth {depth}"
 
 
-class Gathers:
-    """The labels of groups in the order in which their gathers, or with ``kind`` other communications, start."""
-
-    def __init__(self, kind: type = events.GatherStarted) -> None:
-        self.kind, self.labels = kind, []
-
-    def __call__(self, event: events.Event) -> None:
-        if isinstance(event, self.kind):
-            self.labels.append(event.fqn)
-
-
 @on_ranks(2)
 def test_explicit_prefetch_lists(rank: int, world_size: int) -> None:
     """The modules in a module's list are gathered when it begins, in that order, and none of the learnt order."""
@@ -263,17 +252,14 @@ def test_explicit_prefetch_lists(rank: int, world_size: int) -> None:
         for index, ahead in enumerate(([0], [0], [1], [2], [2], [1, 0])):
             blocks[index].set_modules_to_backward_prefetch([blocks[one] for one in ahead])
         for iteration in range(3):
-            forward, backward = Gathers(), Gathers()
-            with events.subscribe(forward):
+            with heard(events.GatherStarted) as forward:
                 loss = model(torch.randn(2, WIDTH)).square().sum()
-            with events.subscribe(backward):
+            with heard(events.GatherStarted) as backward:
                 loss.backward()
             where = f"iteration {iteration} at prefetch depth {depth}"
-            assert forward.labels == [root, *(f"blocks.{index}" for index in (2, 0, 4, 1, 3, 5))], where
-            assert backward.labels == [
-                root,
-                *(f"blocks.{index}" for index in ((3, 1, 0, 4, 2) if depth else (3, 5, 1, 0, 4, 2))),
-            ], where
+            order = (3, 1, 0, 4, 2) if depth else (3, 5, 1, 0, 4, 2)
+            assert [one.fqn for one in forward] == [root, *(f"blocks.{index}" for index in (2, 0, 4, 1, 3, 5))], where
+            assert [one.fqn for one in backward] == [root, *(f"blocks.{index}" for index in order)], where
 
 
 @on_ranks(2)
@@ -292,12 +278,11 @@ def test_unshard_in_backward(rank: int, world_size: int) -> None:
         for _ in range(2):
             model.zero_grad()
             loss = model(torch.tensor([[rank, 3]])).square().sum()
-            gathers = Gathers()
-            with events.subscribe(gathers):
+            with heard(events.GatherStarted) as gathers:
                 loss.backward()
-            assert gathers.labels == ["blocks.0", *(["table"] if needed else [])]
+            assert [one.fqn for one in gathers] == ["blocks.0", *(["table"] if needed else [])]
         gradients.append(model.table.weight.grad.to_local())
-    assert all(torch.equal(gradient, gradients[0]) for gradient in gradients)
+    assert_equal(gradients, gradients[:1] * 3)
 
 
 class Reductions:
@@ -329,7 +314,7 @@ def test_a_backward_that_is_not_the_last_leaves_no_reduction_running(rank: int, 
     model = _chain()
     batch = torch.randn(2, WIDTH)
     model(batch).square().sum().backward()
-    once = [parameter.grad.to_local().clone() for parameter in model.parameters()]
+    once = local_gradients(model)
     model.zero_grad()
     reductions = Reductions()
     with events.subscribe(reductions):
@@ -339,7 +324,7 @@ def test_a_backward_that_is_not_the_last_leaves_no_reduction_running(rank: int, 
             assert reductions.running == 0
             if not last:
                 model.zero_grad()
-    assert all(torch.equal(p.grad.to_local(), one) for p, one in zip(model.parameters(), once, strict=True))
+    assert_equal(local_gradients(model), once)
 
 
 @on_ranks(2)
@@ -359,8 +344,7 @@ def test_reshard_after_forward(rank: int, world_size: int) -> None:
 @on_ranks(4)
 def test_reshard_after_forward_to_neighbours(rank: int, world_size: int) -> None:
     model = _chain(root=True, reshard_after_forward=2)
-    blocks = [state_of(block) for block in model.blocks]
-    params = [param for state in blocks for group in state.groups for param in group.params]
+    params = [param for block in model.blocks for group in block._groups() for param in group.params]
     with Meter() as meter:
         for _ in range(3):
             loss = model(torch.randn(2, WIDTH)).square().sum()

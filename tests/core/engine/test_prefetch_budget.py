@@ -2,7 +2,7 @@
 
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,12 +12,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardkit.core import events, fully_shard
-from shardkit.core.engine.group import FSDPParamGroup
-from shardkit.core.engine.step import state_of
 from tests.support import networked_mesh, on_ranks, rank_mesh
 from tests.support.models import Block, Composed
 from tests.support.sharding import shard_each
-from tests.support.twins import batch
+from tests.support.twins import assert_equal, batch, local_gradients
 
 WIDTH = 7  # no world size but 1 divides it: all shards are uneven
 EVERYTHING = sys.maxsize
@@ -55,41 +53,30 @@ class Meter:
         return sum(self.held.values())
 
 
-def _groups(model: nn.Module) -> Iterator[FSDPParamGroup]:
-    for module in model.modules():
-        if (state := state_of(module)) is not None:
-            yield from state.groups
-
-
 def _needs(model: nn.Module) -> dict[str, int]:
     """The bytes that each group takes while it is gathered."""
-    return {group.label: group.bytes_when_used(in_backward=False) for group in _groups(model)}
+    return {group.label: group.bytes_when_used(in_backward=False) for group in model._groups(recurse=True)}
 
 
-class Tower(nn.Module):
+HIDDEN = (5, 13, 29, 7, 17, 23)
+
+
+def _unsharded_tower() -> nn.Module:
     """Blocks of many sizes, some frozen, then a layer of the root; the first gets inputs that need no gradient."""
 
-    HIDDEN = (5, 13, 29, 7, 17, 23)
-    FROZEN = (0, 3)
+    def run(model: Any, x: Tensor) -> Tensor:
+        for index in model.order:
+            x = model.blocks[index](x)
+        return model.out(x * model.gain)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.out = nn.Linear(WIDTH, 3)
-        self.gain = nn.Parameter(torch.tensor(0.5))  # 0-dim: a group of its own
-        self.blocks = nn.ModuleList(Block(WIDTH, hidden) for hidden in self.HIDDEN)
-        for index in self.FROZEN:
-            self.blocks[index].requires_grad_(False)
-        self.order = range(len(self.HIDDEN))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for index in self.order:
-            x = self.blocks[index](x)
-        return self.out(x * self.gain)
+    out, gain = nn.Linear(WIDTH, 3), nn.Parameter(torch.tensor(0.5))  # 0-dim: a group of its own
+    blocks = nn.ModuleList(Block(WIDTH, hidden).requires_grad_(hidden not in (5, 7)) for hidden in HIDDEN)
+    return Composed(run, out=out, gain=gain, blocks=blocks, order=range(len(HIDDEN)))
 
 
 def _tower(mesh: Any, budget: int | None = None, root: bool | None = None, **options: Any) -> Any:
     torch.manual_seed(0)
-    model = Tower()
+    model = _unsharded_tower()
     shard_each(*model.blocks, mesh=mesh, **options)
     fully_shard(model, mesh=mesh, **({"reshard_after_forward": root} | options))
     model.set_prefetch_budget(budget)
@@ -145,7 +132,7 @@ def _train(model: Any, rank: int, step: Step, meter: Meter) -> tuple[list[Tensor
             step(model, rank, index)
             counts.append(len(meter.gathers) - before)
             assert meter.now == 0, f"left over: {meter.held}"
-            gradients += [p.grad.to_local().clone() for p in model.parameters() if p.grad is not None]
+            gradients += local_gradients(model)
             optimizer.step()
             optimizer.zero_grad()
     return gradients, counts
@@ -162,15 +149,14 @@ def test_budget_is_kept_and_used(rank: int, world_size: int, kind: str, step: St
     model(batch(rank, 4, WIDTH))
     need = _needs(model)
     # The root runs around every block, and the first block that trains stays until the end of backward.
-    root, blocks = need.pop("FSDPTower") + need.pop("FSDPTower: gain"), [need[f"blocks.{i}"] for i in range(6)]
+    root, blocks = need.pop("FSDPComposed") + need.pop("FSDPComposed: gain"), [need[f"blocks.{i}"] for i in range(6)]
     least = root + max(blocks) + max(blocks[:3])
     before = plain
     for budget in (least, least + 1100, root + 2 * sum(blocks), EVERYTHING):
         meter = Meter()
         seen, counts = _train(_tower(mesh, budget), rank, step, meter)
         assert meter.peak <= budget, f"{meter.peak} bytes at once, with a budget of {budget}"
-        assert len(seen) == len(expected)
-        assert all(torch.equal(one, other) for one, other in zip(seen, expected, strict=True)), budget
+        assert_equal(seen, expected, budget)
         # The first step has not learnt an order yet. More room only helps if the learnt order holds.
         limit = before if step in (_one_forward, _accumulate) else plain
         if step is _changing_order and budget == least:  # no room for the block that a depth keeps for backward
@@ -190,7 +176,8 @@ def test_a_budget_is_the_number_of_groups_that_fit(rank: int, world_size: int) -
         shard_each(*model, model, mesh=mesh)
         model.set_prefetch_budget(room * 8 * 8 * 4 + 17)
         held: list[int] = []
-        model[0].register_forward_pre_hook(lambda *unused: held.append(sum(g.is_unsharded for g in _groups(model))))  # noqa: B023
+        count = lambda *unused: held.append(sum(g.is_unsharded for g in model._groups(recurse=True)))  # noqa: E731, B023
+        model[0].register_forward_pre_hook(count)
         for iteration in range(3):
             meter = Meter()
             with events.subscribe(meter):
@@ -209,20 +196,18 @@ def test_a_budget_that_is_too_small_names_the_group(rank: int, world_size: int) 
     model = _tower(mesh)
     _one_forward(model, rank, 0)
     need = _needs(model)
-    root, largest = need["FSDPTower"] + need["FSDPTower: gain"], need["blocks.2"]
+    root, largest = need["FSDPComposed"] + need["FSDPComposed: gain"], need["blocks.2"]
     # The root's bytes once its gather is done and its packed buffer is freed.
-    held = sum(param.unsharded_bytes for group in state_of(model).groups for param in group.params)
+    held = sum(param.unsharded_bytes for group in model._groups() for param in group.params)
     model.set_prefetch_budget(root - 1)
     with pytest.raises(
-        ValueError, match=rf"budget of {root - 1} bytes does not hold group 'FSDPTower.*set_prefetch_budget"
+        ValueError, match=rf"budget of {root - 1} bytes does not hold group 'FSDPComposed.*set_prefetch_budget"
     ):
         model(batch(rank, 4, WIDTH))
     model.reset_iter_state()
     tight = max(root, held + largest - 1)
     model.set_prefetch_budget(tight)
-    message = (
-        rf"group 'blocks\.2', which takes {largest} bytes.*{held} bytes.*'FSDPTower'.*at least {held + largest} bytes"
-    )
+    message = rf"group 'blocks\.2', which takes {largest} bytes.*{held} bytes.*at least {held + largest} bytes"
     with pytest.raises(ValueError, match=message):
         model(batch(rank, 4, WIDTH))
     model.reset_iter_state()
@@ -241,7 +226,7 @@ def test_what_the_user_unshards_counts(rank: int, world_size: int) -> None:
     model = _tower(mesh)
     _one_forward(model, rank, 0)
     need = _needs(model)
-    root = need["FSDPTower"] + need["FSDPTower: gain"]
+    root = need["FSDPComposed"] + need["FSDPComposed: gain"]
     budget = root + need["blocks.0"] + need["blocks.2"] + need["blocks.5"]
     model.set_prefetch_budget(budget)
     meter = Meter()
@@ -253,7 +238,7 @@ def test_what_the_user_unshards_counts(rank: int, world_size: int) -> None:
         for handle in handles:
             handle.wait()
         for index in (2, 5):
-            assert model.blocks[index].up.weight.shape == (Tower.HIDDEN[index], WIDTH)
+            assert model.blocks[index].up.weight.shape == (HIDDEN[index], WIDTH)
         for block in model.blocks:
             block.reshard()
         assert meter.now == 0
@@ -275,7 +260,7 @@ def test_what_is_no_budget_is_refused(rank: int, world_size: int) -> None:
         model.set_prefetch_budget(1000)
     below = _tower(None)
     below.blocks[1].set_prefetch_budget(77)
-    with pytest.raises(RuntimeError, match=r"set_prefetch_budget\(77\).*'blocks\.1'.*root FSDPTower.*call it there"):
+    with pytest.raises(RuntimeError, match=r"set_prefetch_budget\(77\).*'blocks\.1'.*root FSDPComposed.*call it there"):
         below(torch.ones(2, WIDTH))
 
 
@@ -286,7 +271,7 @@ def test_frozen_groups_that_backward_does_not_need(rank: int, world_size: int) -
         model = _tower(rank_mesh((world_size,)), budget)
         for _ in range(2):
             output = model(batch(rank, 4, WIDTH))
-            unsharded = [group.label for group in _groups(model) if group.is_unsharded]
+            unsharded = [group.label for group in model._groups(recurse=True) if group.is_unsharded]
             assert ("blocks.0" in unsharded) is False
             meter = Meter()
             with events.subscribe(meter):

@@ -1,11 +1,11 @@
 """A rank's work and memory must not grow with the number of ranks: counted, not timed, on torch's `fake` group."""
 
 import contextlib
+import functools
 import gc
 import sys
 import tracemalloc
 from collections import Counter
-from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -22,6 +22,7 @@ from shardkit.core import CompressionPolicy, MixedPrecisionPolicy, fully_shard
 from shardkit.core.engine import gather, group, room, schedule, step, timetable
 from shardkit.core.parameters import param, registration
 from tests.support import on_ranks, rank_mesh, run_ranks
+from tests.support.models import Composed
 
 WORLD_SIZES = (8, 256, 2048)
 ROWS = 4096
@@ -81,24 +82,21 @@ def _calls(work: Any, modules: tuple[ModuleType, ...] = ()) -> int:
 # -- fully_shard -------------------------------------------------------------------------------------------------------
 
 
-class Block(nn.Module):
+def _block() -> nn.Module:
     """Rows that most world sizes divide, rows that none does, and columns that are cut."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.even = nn.Parameter(torch.ones(ROWS))
-        self.odd = nn.Parameter(torch.ones(ROWS + 5))
-        self.columns = nn.Parameter(torch.ones(2, ROWS))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.even * self.odd[:ROWS] * self.columns[0]
+    return Composed(
+        lambda block, x: x * block.even * block.odd[:ROWS] * block.columns[0],
+        even=nn.Parameter(torch.ones(ROWS)),
+        odd=nn.Parameter(torch.ones(ROWS + 5)),
+        columns=nn.Parameter(torch.ones(2, ROWS)),
+    )
 
 
 GROUPS = 6
 
 
 def _model(**options: Any) -> Any:
-    model: Any = nn.Sequential(*(Block() for _ in range(GROUPS)))
+    model: Any = nn.Sequential(*(_block() for _ in range(GROUPS)))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
     def place(parameter: nn.Parameter) -> Shard:
@@ -224,7 +222,7 @@ def test_a_load_costs_as_much_per_module_of_a_large_group(rank: int, world_size:
         fully_shard(model)
         values = {name: one.clone() for name, one in model.state_dict().items()}
         model.load_state_dict(values)
-        work = partial(model.load_state_dict, values, assign=assign)
+        work = functools.partial(model.load_state_dict, values, assign=assign)
         each.append(_calls(work, ours) / modules)
     assert each[1] <= 1.15 * each[0], each
 
@@ -237,21 +235,14 @@ CALLS_OVER_STOCK = 0.62 if torch.__version__ >= (2, 13) else 0.68
 CALLS_WITH_BUDGET = 1.2
 
 
-class Scales(nn.Module):
+def _scales() -> nn.Module:
     """The group of `benchmarks/scale.py`: nine parameters that every world size divides."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scales = nn.ParameterList(nn.Parameter(torch.ones(ROWS)) for _ in range(9))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for scale in self.scales:
-            x = x * scale
-        return x
+    run = lambda module, x: functools.reduce(torch.mul, module.scales, x)  # noqa: E731
+    return Composed(run, scales=nn.ParameterList(nn.Parameter(torch.ones(ROWS)) for _ in range(9)))
 
 
 def _calls_of_a_later_step(library: ModuleType, mesh: Any, budget: int | None = None) -> int:
-    model: Any = nn.Sequential(*(Scales() for _ in range(GROUPS)))
+    model: Any = nn.Sequential(*(_scales() for _ in range(GROUPS)))
     policy = library.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for module in (*model, model):
         library.fully_shard(module, mesh=mesh, mp_policy=policy)
@@ -279,7 +270,7 @@ def test_a_step_takes_fewer_calls_than_stocks(rank: int, world_size: int, ranks:
 @on_ranks(1)
 def test_a_step_on_one_rank_gathers_nothing_after_an_optimizers(rank: int, world_size: int) -> None:
     """Shards that are the unsharded parameters are up to date after an optimizer has written to them."""
-    model: Any = nn.Sequential(*(Scales() for _ in range(GROUPS)))
+    model: Any = nn.Sequential(*(_scales() for _ in range(GROUPS)))
     for module in (*model, model):
         shardkit.core.fully_shard(module, mesh=rank_mesh((1,)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)  # foreach bumps no version counter

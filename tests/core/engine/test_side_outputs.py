@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardkit.core import events, fully_shard, register_fsdp_forward_method
 from tests.support import on_ranks
+from tests.support.heard import heard
 from tests.support.meshes import networked_mesh
 from tests.support.models import Composed
 from tests.support.sharding import shard_each
@@ -91,8 +92,7 @@ def test_a_loss_kept_aside(rank: int, world_size: int) -> None:
     for way, depth in (("attribute", 0), ("attribute", 1), ("global", 2), ("closure", 1)):
         twins = _twins(rank, world_size, way)
         twins.sharded.set_prefetch_depth(depth)
-        for _ in range(3):
-            twins.step(_both)
+        twins.step(_both, times=3)
 
 
 # -- cases that cannot be supported raise ------------------------------------------------------------------------------
@@ -148,8 +148,7 @@ def test_what_a_block_does_to_its_input(rank: int, world_size: int, act: str) ->
     if act == "pass":
         for parameter in (*twins.whole.block.parameters(), *twins.sharded.block.parameters()):
             parameter.requires_grad_(False)
-    for _ in range(2):
-        twins.step(lambda model, rank: model(batch(rank, 8, WIDTH)).square().sum())
+    twins.step(lambda model, rank: model(batch(rank, 8, WIDTH)).square().sum(), times=2)
 
 
 @pytest.mark.parametrize("act", ["change", "change a view"])
@@ -207,14 +206,13 @@ def test_a_backward_inside_forward_leaves_the_outer_one_its_order(rank: int, wor
     model = Composed(run, blocks=blocks, aside=nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
     shard_each(*model.blocks, *model.aside, model)
     for _ in range(3):
-        seen: list[events.Event] = []
-        with events.subscribe(seen.append):
+        with heard(events.GatherStarted) as gathers:
             loss = model(batch(rank, 3, 4)).square().mean()
-            in_forward = [event.fqn for event in seen if isinstance(event, events.GatherStarted)]
-            seen.clear()
+        with heard(events.PrefetchMiss) as misses:
             loss.backward()
+    in_forward = [event.fqn for event in gathers]
     assert [in_forward.count(f"blocks.{number}") for number in range(3)] == [1, 1, 1]
-    assert [event.fqn for event in seen if isinstance(event, events.PrefetchMiss)] == []
+    assert misses == []
 
 
 @on_ranks(2)
@@ -258,8 +256,7 @@ def test_a_root_that_calls_itself(rank: int, world_size: int) -> None:
         twins.sharded(batch(rank, 2, 8))
     twins.sharded.reset_iter_state()
     register_fsdp_forward_method(twins.sharded, "twice")
-    for _ in range(2):
-        twins.step(lambda model, rank: model.twice(batch(rank, 2, 8)).square().sum())
+    twins.step(lambda model, rank: model.twice(batch(rank, 2, 8)).square().sum(), times=2)
 
 
 @on_ranks(2)
@@ -273,7 +270,7 @@ def test_a_frozen_root_stays_for_a_graph_that_no_output_shows(rank: int, world_s
     build = lambda: Composed(run, first=nn.Linear(4, 4), second=nn.Linear(4, 4)).requires_grad_(False)  # noqa: E731
     twins = Twins.of(rank, world_size, build, fully_shard)
     gradients = []
-    for model in (twins.sharded, twins.whole):
+    for model in twins.both:
         prompt = torch.ones(4, requires_grad=True)
         model(torch.ones(2, 4), [prompt])
         GLOBALLY_KEPT.pop().backward()
@@ -293,5 +290,4 @@ def test_a_kept_half_that_is_changed_in_place(rank: int, world_size: int) -> Non
         return Composed(lambda whole, x: whole.inner(x).mul_(torch.arange(WIDTH) != 0), inner=_block(keep))
 
     twins = Twins.of(rank, world_size, build, fully_shard)
-    for _ in range(2):
-        twins.step(lambda model, of: model(batch(of, 4, WIDTH)).square().mean())
+    twins.step(lambda model, of: model(batch(of, 4, WIDTH)).square().mean(), times=2)

@@ -1,5 +1,6 @@
 """Training scripts of the kinds that people run give the same results on two ranks as in one process."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from shardkit.core import fully_shard
 from tests.support import on_ranks
 from tests.support.meshes import networked_mesh
+from tests.support.models import Block, Composed
 
 WIDTH = 32  # a matrix of that width travels by itself, in place
 
@@ -88,23 +90,14 @@ def train(session: Session, model: Any, *blocks: nn.Module, steps: int = 3) -> N
         session.step(optimizer, model)
 
 
-class MLP(nn.Module):
-    def __init__(self, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.norm, self.dropout = nn.LayerNorm(WIDTH), nn.Dropout(dropout)
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.dropout(self.down(torch.tanh(self.up(self.norm(x)))))
-
-
 class Net(nn.Module):
     """Blocks between two linear layers; ``run`` calls a block, ``order`` says which ones run."""
 
     def __init__(self, blocks: int = 2, out: int = WIDTH, dropout: float = 0.0) -> None:
         super().__init__()
         self.inp, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, out)
-        self.blocks = nn.ModuleList(MLP(dropout) for _ in range(blocks))
+        made = (nn.Sequential(Block(WIDTH, 2 * WIDTH), nn.Dropout(dropout)) for _ in range(blocks))
+        self.blocks = nn.ModuleList(made)
         self.run: Callable[[nn.Module, Tensor], Tensor] = lambda block, x: block(x)
         self.order: tuple[int, ...] = tuple(range(blocks))
 
@@ -113,10 +106,6 @@ class Net(nn.Module):
         for index in self.order:
             x = self.run(self.blocks[index], x)
         return self.out(x)
-
-
-def recomputed(block: nn.Module, x: Tensor) -> Tensor:
-    return checkpoint(block, x, use_reentrant=False)
 
 
 def net_of(blocks: list[nn.Module]) -> Net:
@@ -131,16 +120,11 @@ def net_of(blocks: list[nn.Module]) -> Net:
 
 @recipe
 def one_backward_for_each_head(session: Session) -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body, self.heads = Net(), nn.ModuleList(nn.Linear(WIDTH, 3) for _ in range(3))
+    def run(model: Any, x: Tensor) -> list[Tensor]:
+        hidden = model.body(x)
+        return [head(hidden).square().mean() for head in model.heads]
 
-        def forward(self, x: Tensor) -> list[Tensor]:
-            hidden = self.body(x)
-            return [head(hidden).square().mean() for head in self.heads]
-
-    model = Model()
+    model = Composed(run, body=Net(), heads=nn.ModuleList(nn.Linear(WIDTH, 3) for _ in range(3)))
     session.shard(model, *model.body.blocks, *model.heads)
     optimizer = sgd(model)
     for step in range(4):
@@ -156,31 +140,26 @@ def one_backward_for_each_head(session: Session) -> None:
 
 @recipe
 def fixed_point_with_a_gradient_in_a_hook(session: Session) -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inp, self.body = nn.Linear(WIDTH, WIDTH), MLP()
+    def run(model: Any, x: Tensor) -> Tensor:
+        x = model.inp(x)
+        point = torch.zeros_like(x)
+        with torch.no_grad():
+            for _ in range(4):
+                point = torch.tanh(0.1 * model.body(point) + x)
+        found = torch.tanh(0.1 * model.body(point) + x)
+        start = found.detach().requires_grad_()
+        again = torch.tanh(0.1 * model.body(start) + x)
 
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.inp(x)
-            point = torch.zeros_like(x)
-            with torch.no_grad():
-                for _ in range(4):
-                    point = torch.tanh(0.1 * self.body(point) + x)
-            found = torch.tanh(0.1 * self.body(point) + x)
-            start = found.detach().requires_grad_()
-            again = torch.tanh(0.1 * self.body(start) + x)
+        def solve(gradient: Tensor) -> Tensor:
+            solved = gradient
+            for _ in range(3):
+                solved = torch.autograd.grad(again, start, solved, retain_graph=True)[0] + gradient
+            return solved
 
-            def solve(gradient: Tensor) -> Tensor:
-                solved = gradient
-                for _ in range(3):
-                    solved = torch.autograd.grad(again, start, solved, retain_graph=True)[0] + gradient
-                return solved
+        found.register_hook(solve)
+        return found
 
-            found.register_hook(solve)
-            return found
-
-    model = Model()
+    model = Composed(run, inp=nn.Linear(WIDTH, WIDTH), body=Block(WIDTH, 2 * WIDTH))
     train(session, model, model.body)
 
 
@@ -212,16 +191,13 @@ def recomputation_of_ones_own(session: Session) -> None:
 def recomputation_with_dropout_and_offload(session: Session) -> None:
     model = session.shard(net := Net(dropout=0.3), *net.blocks)
     optimizer = sgd(model)
-    for reentrant in (False, True, None):
-        model.run = (lambda block, x: block(x)) if reentrant is None else _checkpoints(reentrant)
+    for reentrant in (None, False, True):
+        if reentrant is not None:
+            model.run = functools.partial(checkpoint, use_reentrant=reentrant)
         with torch.autograd.graph.save_on_cpu():
             loss = model(session.batch()).square().mean()
         loss.backward()
         session.step(optimizer, model)
-
-
-def _checkpoints(reentrant: bool) -> Callable[[nn.Module, Tensor], Tensor]:
-    return lambda block, x: checkpoint(block, x, use_reentrant=reentrant)
 
 
 @recipe
@@ -262,9 +238,10 @@ class Experts(nn.Module):
         return x + y
 
 
-def _mixture(session: Session, run: Any) -> None:
+@recipe
+def mixture_of_experts_recomputed(session: Session) -> None:
     model = net_of([Experts() for _ in range(3)])
-    model.run = run
+    model.run = functools.partial(checkpoint, use_reentrant=False)
     session.shard(model, *(expert for block in model.blocks for expert in block.experts), *model.blocks)
     optimizer = sgd(model)
     for _ in range(3):
@@ -274,26 +251,16 @@ def _mixture(session: Session, run: Any) -> None:
 
 
 @recipe
-def mixture_of_experts_recomputed(session: Session) -> None:
-    _mixture(session, recomputed)
-
-
-@recipe
 def trained_key_cache(session: Session) -> None:
     """Keys of one forward are in the graph of the next: one backward goes through both."""
 
-    class Attention(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.qkv, self.cache = nn.Linear(WIDTH, 3 * WIDTH), []
+    def attention(block: Any, x: Tensor) -> Tensor:
+        query, *key_and_value = block.qkv(x).chunk(3, -1)
+        block.cache.append(key_and_value)
+        key, value = (torch.cat(parts, 1) for parts in zip(*block.cache, strict=True))
+        return x + F.scaled_dot_product_attention(query, key, value)
 
-        def forward(self, x: Tensor) -> Tensor:
-            query, *key_and_value = self.qkv(x).chunk(3, -1)
-            self.cache.append(key_and_value)
-            key, value = (torch.cat(parts, 1) for parts in zip(*self.cache, strict=True))
-            return x + F.scaled_dot_product_attention(query, key, value)
-
-    model = net_of([Attention() for _ in range(3)])
+    model = net_of([Composed(attention, qkv=nn.Linear(WIDTH, 3 * WIDTH), cache=[]) for _ in range(3)])
     session.shard(model, *model.blocks)
     optimizer = sgd(model)
     for _ in range(3):

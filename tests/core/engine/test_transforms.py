@@ -13,7 +13,7 @@ from torch.func import functional_call, grad, grad_and_value, hessian, jacfwd, j
 from torch.utils import _pytree as pytree
 
 import shardkit.core as shardkit
-from tests.support import on_ranks, rank_mesh, run_ranks
+from tests.support import on_ranks, rank_mesh
 from tests.support.models import Block
 
 X = torch.linspace(-1, 1, 24).reshape(4, 6)
@@ -100,8 +100,9 @@ def test_backward_outside(rank: int, world_size: int, reshard_after_forward: boo
         torch.testing.assert_close(*seen, msg=lambda message, name=name: f"{name}: {message}")
 
 
-def other_values(rank: int, world_size: int) -> None:
-    """`functional_call` computes with DTensors like those of the state dict; other tensors are refused by name."""
+@on_ranks(2)
+def test_functional_call(rank: int, world_size: int) -> None:
+    """It computes with DTensors like those of the state dict; others are refused. Stock ignores or keeps the values."""
     model, whole = _model(shardkit, world_size), _model(None, world_size)
     twice = {fqn: 2 * parameter.detach() for fqn, parameter in model.named_parameters()}
     plain = {fqn: 2 * parameter.detach() for fqn, parameter in whole.named_parameters()}
@@ -116,8 +117,3 @@ def other_values(rank: int, world_size: int) -> None:
         functional_call(model, {fqn: tensor.requires_grad_() for fqn, tensor in twice.items()}, X)
     model.reset_iter_state()
     model(X).sum().backward()
-
-
-def test_functional_call() -> None:
-    """Stock ignores the values that are passed in, or keeps them afterwards."""
-    run_ranks(2, other_values)
