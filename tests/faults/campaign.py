@@ -131,7 +131,7 @@ def try_one(kind: str, number: int, seed: int, expected: Outcome, root: Path) ->
 
 
 def surroundings() -> dict[str, object]:
-    """What the results were made with."""
+    """The commit, machine and versions of the results."""
     commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
     versions = {"python": platform.python_version(), "torch": torch.__version__, "linux": platform.release()}
     return {"commit": commit.stdout.strip(), "machine": platform.machine(), **versions}
