@@ -17,7 +17,7 @@ from shardkit.core.runtime.collective import all_reduce
 from shardkit.core.runtime.lanes import NEXT_STAGE, Program, Reduction, hold
 from shardkit.core.runtime.plan import Mean, ReduceItem, ReducePlan, Transport, plan_reduce
 from shardkit.core.runtime.storage import note_allocated, note_freed
-from shardkit.core.torch_compat import GRAD_DTYPE_DECIDES, has_gradient_hooks
+from shardkit.core.torch_compat import GRAD_DTYPE_DECIDES
 
 # At most this many plans, one for each set of parameters with gradients. Few sets occur unless use is random.
 _MOST_PLANS = 64
@@ -207,7 +207,11 @@ def _reduce(
         dtypes = {param.gradient_dtype.delivered or output.dtype for param in params}
         if len(dtypes) == 1 and output.dtype not in dtypes:
             views = views_of(output.to(dtypes.pop()))
-        _deliver(group, params, views)
+        stepped = [param.deliver(view) for param, view in zip(params, views, strict=True)]
+        if any(stepped):
+            group.versions.clear()
+        for call in group.when_delivered:
+            call(params)
     finally:
         note_freed(output, group.label, "reduce_output")
 
@@ -245,14 +249,8 @@ def _deliver_unreduced(group: Reduced, bucket: Bucket) -> None:
     division = bucket.division
     factors = [one for one in (division.before, division.after_scatter, division.after_all) if one not in (None, 1)]
     reduced = [functools.reduce(torch.div, factors, gradient.to(bucket.dtype)) for gradient in bucket.gradients]
-    _deliver(group, bucket.params, reduced)
-
-
-def _deliver(group: Reduced, params: Sequence[FSDPParam], gradients: Sequence[torch.Tensor]) -> None:
-    """Also runs the user's gradient hooks, and an optimizer that steps in them."""
-    for param, gradient in zip(params, gradients, strict=True):
-        param.deliver(gradient)
-    if any(has_gradient_hooks(param.sharded_param) for param in params):
-        group.versions.clear()  # a step on local tensors bumps no version counter of a DTensor
+    stepped = [param.deliver(gradient) for param, gradient in zip(bucket.params, reduced, strict=True)]
+    if any(stepped):
+        group.versions.clear()
     for call in group.when_delivered:
-        call(params)
+        call(bucket.params)

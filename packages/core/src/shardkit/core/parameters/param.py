@@ -550,10 +550,13 @@ class FSDPParam:
         gradient = self.form.gradient(gradient)
         return gradient if gradient.shape == self.layout.shape else gradient.reshape(self.layout.shape)
 
-    def deliver(self, gradient: torch.Tensor) -> None:
+    def deliver(self, gradient: torch.Tensor) -> bool:
         """Makes a reduced shard the sharded gradient, in its dtype, or adds it to the existing one.
 
         Copies to pinned memory overlap, unless host code reads them at once; the end of backward waits for them.
+
+        Returns:
+            Whether the user's hooks have run: a step of theirs on local tensors bumps no version counter of a DTensor.
         """
         sharded: Any = self.sharded_param
         existing, with_hooks = sharded.grad, has_gradient_hooks(sharded)
@@ -578,6 +581,7 @@ class FSDPParam:
             local_of(existing).add_(gradient)
         for hook in post_accumulate_grad_hooks(sharded) if with_hooks else ():
             hook(sharded)
+        return with_hooks
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Drops gradients that have yet to be reduced, and resets the sharded one."""
