@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from tests.simulation.configurations import Configuration, configuration, optimize
+from tests.simulation.configurations import CONFIGURATIONS, Configuration, configuration, optimize
 from tests.simulation.device import Access, Allocation, Observer, Stream, replay
 from tests.simulation.races import Known, Site, calling_site, join
 from tests.simulation.training import Run, started
@@ -207,32 +207,16 @@ def train(
         return [_local(param).cpu().clone() for param in params]
 
 
-def _keep_storage(model: Any) -> None:
-    model.set_keep_unsharded_storage(True)
-
-
-def _stay_unsharded(model: Any) -> None:
-    model.set_reshard_after_backward(False)
-
-
 MORE = [
-    configuration("memory kept for ever", prepare=_keep_storage, on_stock=False),
+    configuration("memory kept for ever", prepare=lambda model: model.set_keep_unsharded_storage(True), on_stock=False),
     # Stock does not gather parameters again that are older than the optimizer's step.
-    configuration("unsharded after backward", prepare=_stay_unsharded, on_stock=False),
+    configuration(
+        "unsharded after backward", prepare=lambda model: model.set_reshard_after_backward(False), on_stock=False
+    ),
 ]
 
-_ON_THE_HOST = "the host waits during a capture"
 NOT_CAPTURED = {
-    "CPU offload": _ON_THE_HOST,
-    "CPU offload, bf16": _ON_THE_HOST,
-    "CPU offload, accumulation": _ON_THE_HOST,
-    "CPU offload, gradients add up": _ON_THE_HOST,
-    "CPU offload, not pinned": _ON_THE_HOST,
-    "CPU offload of the largest, bf16": _ON_THE_HOST,
-    "overlapped steps, CPU offload": _ON_THE_HOST,
-    "overlapped steps, CPU offload, bf16, accumulation": _ON_THE_HOST,
-    "overlapped steps, CPU offload of the largest, bf16": _ON_THE_HOST,
-    "steps in backward, CPU offload": _ON_THE_HOST,
+    **{one.name: "the host waits during a capture" for one in CONFIGURATIONS if one.scenario.offload is not None},
     "optimizer on another stream": "waits for an event from outside of the graph",  # of the step before
 }
 """Configurations that cannot be captured as they are, with the finding that says why."""

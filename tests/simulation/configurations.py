@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -113,20 +115,21 @@ def _drops_partial_sums(run: Run) -> None:
             run.model.zero_grad()
 
 
-def _side_stream(run: Run) -> Any:
-    if "side" not in run.kept:
-        run.kept["side"] = Stream()
-    return run.kept["side"]
+@contextmanager
+def _beside(run: Run) -> Iterator[Any]:
+    """The block runs on a side stream, after the main one's work, and the main stream waits for it."""
+    module = torch.get_device_module("sim")
+    main, side = module.current_stream(), run.kept.setdefault("side", Stream())
+    side.wait_stream(main)
+    with module.stream(side):
+        yield
+    torch.zeros(64, device="sim")  # the main stream goes on with something else meanwhile
+    main.wait_stream(side)
 
 
 def _on_a_side_stream(run: Run) -> None:
-    module = torch.get_device_module("sim")
-    main, side = module.current_stream(), _side_stream(run)
-    side.wait_stream(main)
-    with module.stream(side):
+    with _beside(run):
         whole_step(run)
-    torch.zeros(64, device="sim")  # the main stream goes on with something else meanwhile
-    main.wait_stream(side)
 
 
 def _backwards_on_two_streams(run: Run) -> None:
@@ -135,7 +138,7 @@ def _backwards_on_two_streams(run: Run) -> None:
     _on_a_side_stream(run)
     run.model.set_is_last_backward(True)
     whole_step(run)
-    module, side = torch.get_device_module("sim"), _side_stream(run)
+    module, side = torch.get_device_module("sim"), run.kept["side"]
     with module.stream(side):
         torch.zeros(64, device="sim")
     module.current_stream().wait_stream(side)  # as the end of a capture demands
@@ -216,13 +219,9 @@ def _half_a_backward(run: Run) -> None:
 def _read_on_a_side_stream(run: Run) -> None:
     whole_step(run)
     optimize(run)
-    module, main, side = torch.get_device_module("sim"), None, _side_stream(run)
-    main = module.current_stream()
-    side.wait_stream(main)
-    with module.stream(side):
+    with _beside(run):
         for parameter in run.model.parameters():
             parameter.to_local().clone()
-    main.wait_stream(side)
 
 
 def _interrupted(run: Run) -> None:
@@ -240,7 +239,7 @@ def _interrupted(run: Run) -> None:
 def _optimizer_on_a_stream(run: Run) -> None:
     """Forward waits for the optimizer through `set_post_optim_event`, and not by itself."""
     module = torch.get_device_module("sim")
-    main, side = module.current_stream(), _side_stream(run)
+    main, side = module.current_stream(), run.kept.setdefault("side", Stream())
     event = run.kept.get("stepped")
     if event is not None:
         run.model.set_post_optim_event(event)
@@ -255,22 +254,17 @@ def _optimizer_on_a_stream(run: Run) -> None:
     run.kept["stepped"] = side.record_event()
 
 
-# -- ways to optimize --------------------------------------------------------------------------------------------------
+# -- ways to optimize, to build and to prepare -------------------------------------------------------------------------
 
 
-def _overlapped(params: list[nn.Parameter]) -> Any:
+def _overlapped(params: list[nn.Parameter], **options: Any) -> Any:
     optimizer = torch.optim.SGD(params, lr=0.1, momentum=0.9, foreach=False)
-    overlap_step(optimizer)
+    overlap_step(optimizer, **options)
     return optimizer
 
 
-def _overlapped_in_backward(params: list[nn.Parameter]) -> Any:
-    optimizer = torch.optim.SGD(params, lr=0.1, momentum=0.9, foreach=False)
-    overlap_step(optimizer, when="backward")
-    return optimizer
-
-
-# -- ways to build -----------------------------------------------------------------------------------------------------
+_activations = partial(offload_activations, min_bytes=0)
+_all_activations = partial(offload_activations, min_bytes=0, keep=0)
 
 
 def _tie(model: Any) -> None:
@@ -297,22 +291,6 @@ def _recompute_inside(model: Any) -> None:
         block.recomputes = True
 
 
-def _budget(model: Any) -> None:
-    model.set_prefetch_budget(4 * ODD.numel * 4)
-
-
-def _depth(model: Any) -> None:
-    model.set_prefetch_depth(3)
-
-
-def _activations(model: Any) -> None:
-    offload_activations(model, min_bytes=0)
-
-
-def _all_activations(model: Any) -> None:
-    offload_activations(model, min_bytes=0, keep=0)
-
-
 def _in_backward(model: Any) -> None:
     """The optimizer steps as soon as a gradient is there."""
 
@@ -335,28 +313,23 @@ def _hook(stream: bool) -> Callable[[Any], None]:
     return prepare
 
 
-def _separate_group(model: Any) -> None:
-    model.set_separate_reduce_scatter_group(True)
-
-
 def registered(model: Any) -> None:
     """Buffers of communication lie in a pool of the process group."""
     for module in (model, *model.blocks):
         module.set_allocate_memory_from_process_group_for_comm(True)
 
 
-class _AllGather(ours.AllGather):
+class _Allocates:
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
+
+class _AllGather(_Allocates, ours.AllGather):
     def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> Any:
         return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
-class _ReduceScatter(ours.ReduceScatter):
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
+class _ReduceScatter(_Allocates, ours.ReduceScatter):
     def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False) -> Any:
         return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
 
@@ -417,8 +390,8 @@ CONFIGURATIONS: list[Configuration] = [
     configuration("some with the root", in_root=(0, 4)),
     configuration("some modules skipped", order=_skip),
     configuration("0-dim parameters", blocks=(BlockSpec(shapes=((16, 8), ())),) * 5, on_stock=False),
-    configuration("prefetch budget", prepare=_budget, on_stock=False),
-    configuration("prefetch depth", prepare=_depth, on_stock=False),
+    configuration("prefetch budget", prepare=lambda model: model.set_prefetch_budget(16 * ODD.numel), on_stock=False),
+    configuration("prefetch depth", prepare=lambda model: model.set_prefetch_depth(3), on_stock=False),
     configuration("explicit lists", prepare=two_ahead),
     configuration("3 input buffers", prepare=three_buffers),
     configuration("3 input buffers, bf16", prepare=three_buffers, mixed=True),
@@ -453,7 +426,9 @@ CONFIGURATIONS: list[Configuration] = [
         )
     ),
     *(
-        configuration(f"steps in backward{name}", optimizer=_overlapped_in_backward, on_stock=False, **given)
+        configuration(
+            f"steps in backward{name}", optimizer=partial(_overlapped, when="backward"), on_stock=False, **given
+        )
         for name, given in (
             ("", {}),
             (", HSDP", {"replicas": 2}),
@@ -506,7 +481,9 @@ CONFIGURATIONS: list[Configuration] = [
         options={"mp_policy": ours.MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)},
         on_stock=False,
     ),
-    configuration("reduce-scatters on their own group", prepare=_separate_group),
+    configuration(
+        "reduce-scatters on their own group", prepare=lambda model: model.set_separate_reduce_scatter_group(True)
+    ),
     configuration("custom collectives", prepare=_custom),
     configuration("optimizer on another stream", step=_optimizer_on_a_stream),
     configuration("int8", options=_compressed(gather="int8", reduce="int8"), on_stock=False),

@@ -193,11 +193,9 @@ class Simulation:
         found = (self.memory.access(at[i], nbytes[i], bool(writes[i])) for i in range(count))
         self.observer.ran(name.decode(), stream, [access for access in found if access is not None])
 
-    def recorded(self, event: int, stream: int) -> None:
-        self.observer.recorded(event, stream)
-
-    def waits(self, stream: int, event: int) -> None:
-        self.observer.waits(stream, event)
+    def __getattr__(self, name: str) -> Any:
+        """`recorded`, `waits`, `elapsed`, `queried` and `graph` concern the observer alone."""
+        return getattr(self.observer, name)
 
     def host_waits(self, event: int, stream: int) -> None:
         if not self.in_collective:
@@ -207,15 +205,6 @@ class Simulation:
         allocation = self.memory.find(at)
         if allocation is not None:
             self.observer.used_by(allocation, stream)
-
-    def elapsed(self, begin: int, end: int) -> float:
-        return self.observer.elapsed(begin, end)
-
-    def queried(self, event: int, stream: int) -> None:
-        self.observer.queried(event, stream)
-
-    def graph(self, stream: int) -> int:
-        return self.observer.graph(stream)
 
 
 _I, _P, _F = ctypes.c_int64, ctypes.c_void_p, ctypes.c_double
