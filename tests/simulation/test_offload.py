@@ -75,7 +75,7 @@ def casts(between: str) -> tuple[list[tuple[int, bytes]], list[bytes], list[list
 
     In the first block nothing happens `between` the step and the next forward, or a write that no version counts, a
     load of other shards, or another gather; or a load while the step is queued, and a write after it has run. Or the
-    forward is that of another micro-batch.
+    forward is that of another micro-batch, or the write comes after it.
     """
     scenario = Scenario("casts", blocks=(ODD,) * 3, steps=3, offload={}, mixed=True, build=_fill)
     observer = _Transfers()
@@ -98,27 +98,39 @@ def casts(between: str) -> tuple[list[tuple[int, bytes]], list[bytes], list[list
                 gate.set()
                 steps._worker().submit(int).result()
             if now in ("write", "load while it is queued"):
-                for parameter in first.parameters():
-                    parameter.data.mul_(2)
+                _scale(2, first)
+            elif now == "write after forward":
+                run.model.blocks[-1].register_forward_hook(partial(_scale, 2, first))
             elif now == "gather":
                 first.unshard()
                 first.reshard()
             observer.seen.clear()
+        if between == "write after forward":
+            _scale(0.5, first)
         blocks = [[parameter.to_local() for parameter in block.parameters()] for block in run.model.blocks]
         seen = [(sum(nbytes for _, nbytes in read), arrived) for read, arrived in observer.seen]
         cast = [b"".join(_bytes(shard.bfloat16()) for shard in block) for block in blocks]
         return seen, cast, [[_bytes(shard) for shard in block] for block in blocks]
 
 
+def _scale(factor: float, module: Any, *_: Any) -> None:
+    for parameter in module.parameters():
+        parameter.data.mul_(factor)
+
+
 def _bytes(tensor: torch.Tensor) -> bytes:
     return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
 
 
-@pytest.mark.parametrize("between", ["nothing", "write", "load", "load while it is queued", "gather", "micro-batch"])
+@pytest.mark.parametrize(
+    "between",
+    ["nothing", "write", "load", "load while it is queued", "gather", "micro-batch", "write after forward"],
+)
 def test_a_step_casts_for_the_gathers_behind_it(between: str, on_device: Callable[..., Any]) -> None:
     """One copy in bf16 for each group, in forward and in backward, unless the shards may have been written to since."""
     seen, cast, shards = on_device(casts, between)
-    whole = {"nothing": 0, "micro-batch": len(shards)}.get(between, 1)  # blocks whose shards cross as they are
+    # How many blocks' shards cross as they are.
+    whole = {"nothing": 0, "write after forward": 0, "micro-batch": len(shards)}.get(between, 1)
     copies = [*shards[:whole], *([one] for one in cast[whole:])]
     expected = [one for block in (*copies[:-1], *copies) for one in block]  # the last stays unsharded until backward
     assert sorted(arrived for _, arrived in seen) == sorted(expected)

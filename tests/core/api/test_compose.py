@@ -91,6 +91,28 @@ def test_a_step_between_forwards_is_seen_by_the_next_one(rank: int, world_size: 
     assert torch.equal(after, fresh(_batch(2, rank)))
 
 
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@on_ranks(2)
+def test_writes_between_forward_and_backward(rank: int, world_size: int, dtype: torch.dtype | None) -> None:
+    """Backward computes with them where it gathers a group again: they scale the gradients of the first layer."""
+    factors = []
+    for api in (stock, ours):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(6, 6, bias=False) for _ in range(4)))
+        shard_each(*model, model, api=api, mp_policy=api.MixedPrecisionPolicy(param_dtype=dtype))
+        model(_batch(0, rank)).sum().backward()
+        (expected, *_) = _gradients(model)
+        for layer in model[1:]:
+            model.zero_grad()
+            loss = model(_batch(0, rank)).sum()
+            layer.weight.data.mul_(2)
+            loss.backward()
+            (seen, *_) = _gradients(model)
+            factors.append(next(one for one in (1, 2) if torch.equal(seen, one * expected)))
+            layer.weight.data.mul_(0.5)
+    assert factors == [2, 2, 2, 2, 2, 1]
+
+
 class Attention(nn.Module):
     """Each rank of `over` has a part of the sequence, and gathers the keys and values of all (None: has all of it)."""
 
