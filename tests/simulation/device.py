@@ -29,7 +29,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeProcessGroup, FakeStore
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.support.comms import RankOrderReduceScatter
 
 SOURCE = Path(__file__).with_name("device.cpp")
 COMPILER = shutil.which("g++") or shutil.which("clang++")
@@ -393,12 +396,13 @@ def install() -> None:
 class _Operators(TorchDispatchMode):
     """Reports collectives of device tensors, and operators of the host that access pinned memory.
 
-    The kernels by which the `fake` group imitates collectives are not reported.
+    The kernels by which the `fake` group imitates collectives are not reported. If the ranks are `real`, gloo then
+    does what it imitated.
     """
 
-    def __init__(self, simulation: Simulation) -> None:
+    def __init__(self, simulation: Simulation, *, real: bool) -> None:
         super().__init__()
-        self.simulation = simulation
+        self.simulation, self.real = simulation, real
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace != "c10d":
@@ -419,6 +423,8 @@ class _Operators(TorchDispatchMode):
             if given.get("async_op") or given.get("asyncOp"):
                 raise NotImplementedError(f"c10d::{name} with async_op=True: the simulation has no Work to wait for")
             group = next(dist.ProcessGroup.unbox(one) for one in args if isinstance(one, torch.ScriptObject))
+            if self.real:
+                _run_on_gloo(func, args, group)
             simulation.observer.collective(name, current_stream(), group, accesses)
         return result
 
@@ -450,6 +456,26 @@ class _Operators(TorchDispatchMode):
                     yield access
 
 
+def _run_on_gloo(func: Any, args: Sequence[Any], group: dist.ProcessGroup) -> None:
+    given = pytree.tree_map_only(torch.Tensor, _on_host, list(args))
+    if func is torch.ops.c10d._reduce_scatter_base_.default:  # gloo's order of sums would not be that of the oracle
+        RankOrderReduceScatter()(*given[:2], group)
+    else:
+        _, work = func(*given)
+        dist.Work.unbox(work).wait()
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the host over the memory of the device's `tensor`, or `tensor` itself."""
+    if tensor.device.type == "cpu":
+        return tensor
+    assert tensor.is_contiguous()
+    if not tensor.numel():
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
+    memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    return torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape)
+
+
 def _is_plain_host(tensor: torch.Tensor) -> bool:
     return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.device.type == "cpu" and tensor.numel() > 0
 
@@ -463,20 +489,24 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 @contextlib.contextmanager
-def simulate(observer: Observer, world: int, *, coalescing: bool = True) -> Iterator[Simulation]:
-    """Runs the block on the simulated device as rank 0 of `world` ranks, watched by `observer`.
+def simulate(
+    observer: Observer, world: int, *, coalescing: bool = True, rank: int = 0, store: dist.Store | None = None
+) -> Iterator[Simulation]:
+    """Runs the block on the simulated device as one of `world` ranks, watched by `observer`.
 
-    `coalescing`: whether process groups say that they run several collectives in one launch, as NCCL's do.
+    `coalescing`: whether process groups say that they run several collectives in one launch, as NCCL's do. `store`:
+    where the other ranks meet this one, if they are to be real.
     """
     install()
     FakeProcessGroup.supports_coalescing = coalescing
     FakeProcessGroup.mem_allocator = property(lambda backend: "the network's")
     FakeProcessGroup.register_mem_pool = _register_mem_pool
     simulation = Simulation(observer)
-    dist.init_process_group("sim:fake,cpu:fake", store=FakeStore(), rank=0, world_size=world)
+    backend = "sim:fake,cpu:fake" if store is None else "sim:fake,cpu:gloo"
+    dist.init_process_group(backend, store=store or FakeStore(), rank=rank, world_size=world)
     _Process.simulation = observer.simulation = simulation
     try:
-        with _Operators(simulation):
+        with _Operators(simulation, real=store is not None):
             yield simulation
     finally:
         _Process.simulation = None

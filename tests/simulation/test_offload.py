@@ -1,17 +1,19 @@
-"""CPU offload: what goes from the host to the device is the shard itself, in its own dtype. Steps beside forward."""
+"""CPU offload: what crosses the bus, and in how many copies. Steps beside forward."""
 
 import ctypes
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
 
 import pytest
 import torch
+from torch import nn
 
 from shardkit.core import CPUOffloadPolicy, overlap_step
 from shardkit.core.beyond import steps
+from shardkit.core.torch_compat import local_of, new_dtensor
 from tests.simulation.configurations import CONFIGURATIONS, ODD, optimize
 from tests.simulation.device import Access, Observer
 from tests.simulation.model import BlockSpec
@@ -27,8 +29,11 @@ Transfer: TypeAlias = tuple[list[tuple[int, int]], bytes]
 class _Transfers(Observer):
     def __init__(self) -> None:
         self.seen: list[Transfer] = []
+        self.returned: list[int] = []  # bytes of copies to the host
 
     def ran(self, name: str, stream: int, accesses: Sequence[Access]) -> None:
+        if name == "device_to_host":
+            self.returned += [access.end - access.begin for access in accesses if access.write]
         if name == "host_to_device":
             read = [_place(access) for access in accesses if not access.write]
             (written,) = (_place(access) for access in accesses if access.write)
@@ -46,7 +51,7 @@ def _fill(model: Any) -> None:
 
 
 def transfers(name: str) -> tuple[list[Transfer], list[Transfer]]:
-    """The copies to the device in the last step, and what a copy of each shard is."""
+    """The copies to the device in the last step, and what a copy of each block's shards is."""
     (scenario,) = (one.scenario for one in CONFIGURATIONS if one.name == name)
     observer = _Transfers()
     with started(replace(scenario, build=_fill), "ours", observer, lambda: 0.0) as run:
@@ -55,22 +60,29 @@ def transfers(name: str) -> tuple[list[Transfer], list[Transfer]]:
             if step < scenario.steps - 1:
                 optimize(run)
                 observer.seen.clear()
-        shards = [parameter.to_local() for parameter in run.model.parameters()]
-        assert all(shard.dtype == torch.float32 and shard.is_pinned() for shard in shards)
-        places = [(shard.data_ptr(), shard.nbytes) for shard in shards]
+        shards = [[parameter.to_local() for parameter in block.parameters()] for block in run.model.blocks]
+        assert all(shard.dtype == torch.float32 and shard.is_pinned() for block in shards for shard in block)
+        places = [(block[0].data_ptr(), sum(shard.nbytes for shard in block)) for block in shards]
+        for block, (first, second, _) in zip(run.model.blocks, shards, strict=True):
+            gradients = [parameter.grad.to_local() for parameter in block.parameters()]
+            assert all(gradient.is_pinned() for gradient in gradients)
+            assert len({gradient.untyped_storage().data_ptr() for gradient in gradients}) == 1
+            with torch.no_grad():
+                version = second._version
+                first.mul_(1)
+                assert second._version == version
         return observer.seen, [([place], ctypes.string_at(*place)) for place in places]
 
 
 @pytest.mark.parametrize("name", ["CPU offload", "CPU offload, bf16"])
 def test_shards_cross_to_the_device_as_they_are(name: str, on_device: Callable[..., Any]) -> None:
-    """Casts run on the device, after the copy: a host that casts would spend its time and memory on it."""
+    """One copy for each block. Casts run on the device: a host that casts would spend its time and memory on it."""
     seen, shards = on_device(transfers, name)
     assert all(any(arrived) for _, arrived in shards)
-    last = len(ODD.shapes)  # the parameters of the last group, which stays unsharded until backward
-    assert sorted(seen) == sorted(2 * shards[:-last] + shards[-last:])
+    assert sorted(seen) == sorted(2 * shards[:-1] + shards[-1:])  # the last stays unsharded until backward
 
 
-def casts(between: str) -> tuple[list[tuple[int, bytes]], list[bytes], list[list[bytes]]]:
+def casts(between: str) -> tuple[list[tuple[int, bytes]], list[bytes], list[bytes]]:
     """Bytes read by each copy to the device after an overlapped step, and the shards of each block as they were then.
 
     In the first block nothing happens `between` the step and the next forward, or a write that no version counts, a
@@ -110,7 +122,7 @@ def casts(between: str) -> tuple[list[tuple[int, bytes]], list[bytes], list[list
         blocks = [[parameter.to_local() for parameter in block.parameters()] for block in run.model.blocks]
         seen = [(sum(nbytes for _, nbytes in read), arrived) for read, arrived in observer.seen]
         cast = [b"".join(_bytes(shard.bfloat16()) for shard in block) for block in blocks]
-        return seen, cast, [[_bytes(shard) for shard in block] for block in blocks]
+        return seen, cast, [b"".join(_bytes(shard) for shard in block) for block in blocks]
 
 
 def _scale(factor: float, module: Any, *_: Any) -> None:
@@ -127,14 +139,135 @@ def _bytes(tensor: torch.Tensor) -> bytes:
     ["nothing", "write", "load", "load while it is queued", "gather", "micro-batch", "write after forward"],
 )
 def test_a_step_casts_for_the_gathers_behind_it(between: str, on_device: Callable[..., Any]) -> None:
-    """One copy in bf16 for each group, in forward and in backward, unless the shards may have been written to since."""
+    """A group crosses in bf16, in forward and in backward, unless its shards may have been written to since."""
     seen, cast, shards = on_device(casts, between)
     # How many blocks' shards cross as they are.
     whole = {"nothing": 0, "write after forward": 0, "micro-batch": len(shards)}.get(between, 1)
-    copies = [*shards[:whole], *([one] for one in cast[whole:])]
-    expected = [one for block in (*copies[:-1], *copies) for one in block]  # the last stays unsharded until backward
+    copies = [*shards[:whole], *cast[whole:]]
+    expected = [*copies[:-1], *copies]  # the last stays unsharded until backward
     assert sorted(arrived for _, arrived in seen) == sorted(expected)
     assert all(nbytes == len(arrived) for nbytes, arrived in seen)
+
+
+def _in_two_dtypes(model: Any) -> None:
+    _fill(model)
+    for block in model.blocks:
+        block.weights[1] = nn.Parameter(block.weights[1].detach().bfloat16())
+
+
+def _freeze_first(model: Any) -> None:
+    _fill(model)
+    for block in model.blocks:
+        block.weights[0].requires_grad_(False)
+
+
+def _numbers(model: Any) -> None:
+    """Gradients differ by element and by step, though no other rank sends any."""
+    for block in model.blocks:
+        calls = iter(range(1, 100))
+
+        def write(output: torch.Tensor, calls: Iterator[int] = calls) -> None:
+            output.copy_(torch.linspace(-1, next(calls), output.numel(), device="sim"))
+
+        block.set_all_reduce_hook(write)
+
+
+def trained(how: str, shards: int, rank: int, offload: dict[str, Any] | None) -> list[bytes]:
+    """Gradients, those of the step before if they are kept, and shards after each step of one of the ranks."""
+    build = _in_two_dtypes if how == "two dtypes" else _fill
+    of_ranks: dict[str, Any] = {"shards": shards, "rank": rank, "offload": offload}
+    scenario = Scenario("bits", (ODD,) * 2, **of_ranks, steps=3, build=build, prepare=_numbers)
+    seen: list[bytes] = []
+    kept: list[torch.Tensor] = []
+    with started(scenario, "ours", Observer(), lambda: 0.0) as run:
+        params = [one for one in run.model.parameters() if one.requires_grad]
+        run.optimizer = torch.optim.AdamW(params, lr=0.1)
+        for parameter in params[::3] if how == "hooks" else ():
+            parameter.register_hook(lambda gradient: 2 * gradient)
+            parameter.register_post_accumulate_grad_hook(lambda one: one.grad.to_local().add_(1))
+        for _ in take_steps(run):
+            run.optimizer.step()
+            gradients = [one.grad.to_local() for one in params]
+            seen += [_value(one) for one in (*gradients, *kept, *(one.to_local() for one in run.model.parameters()))]
+            kept = gradients if how == "kept" else []
+            run.optimizer.zero_grad(set_to_none=how != "zeros")
+    return seen
+
+
+def _value(tensor: torch.Tensor) -> bytes:
+    return _bytes(tensor.detach().cpu().contiguous())
+
+
+@pytest.mark.parametrize("how", ["kept", "zeros", "hooks", "two dtypes"])
+@pytest.mark.parametrize(("shards", "rank"), [(1, 0), (2, 1), (3, 2), (4, 3)])
+def test_offload_changes_no_bit(how: str, shards: int, rank: int, on_device: Callable[..., Any]) -> None:
+    """Of shards that are whole, uneven and empty; also where only some are on the host, or they are not pinned."""
+    expected = on_device(trained, how, shards, rank, None)
+    assert any(any(one) for one in expected)
+    for offload in ({}, {"budget": 80}, {"pin_memory": False}):
+        assert on_device(trained, how, shards, rank, offload) == expected
+
+
+def copies(build: Callable[[Any], None], change: str) -> tuple[list[int], list[int]]:
+    """Bytes of each copy to the device, and back, in the last step of one block, whose middle shard is another one."""
+    observer = _Transfers()
+    scenario = Scenario("copies", blocks=(ODD,), steps=2, offload={}, build=build)
+    with started(scenario, "ours", observer, lambda: 0.0) as run:
+        for step in take_steps(run):
+            if not step:
+                _CHANGES[change](run.model)
+                observer.seen.clear()
+                observer.returned.clear()
+                run.model.zero_grad()
+        assert all(parameter.to_local().is_pinned() for parameter in run.model.parameters()) or change == "data"
+        return [len(arrived) for _, arrived in observer.seen], observer.returned
+
+
+def _load(model: Any, fqns: Sequence[str], prepare: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    state, given = model.state_dict(), {}
+    for fqn in fqns:
+        value, given[fqn] = state[fqn], prepare((2 * state[fqn].to_local()).detach())
+        state[fqn] = nn.Parameter(new_dtensor(given[fqn], value.device_mesh, value.placements, value.shape))
+    model.load_state_dict({fqn: state[fqn] for fqn in fqns}, strict=False, assign=True)
+    for fqn, local in given.items():
+        kept = model.get_parameter(fqn).to_local().data_ptr() == local.data_ptr()
+        assert kept is local.is_pinned()
+
+
+def _set_data(model: Any) -> None:
+    local = local_of(model.get_parameter(_MIDDLE))
+    local.data = 2 * local
+
+
+_MIDDLE = "blocks.0.weights.1"
+_CHANGES: dict[str, Callable[[Any], Any]] = {
+    "": lambda model: None,
+    "loaded": lambda model: _load(model, [_MIDDLE], lambda local: local),
+    "loaded pinned": lambda model: _load(model, [_MIDDLE], torch.Tensor.pin_memory),
+    "all loaded": lambda model: _load(model, list(model.state_dict()), lambda local: local),
+    "data": _set_data,
+    "cast": lambda model: model.to(torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize(
+    ("build", "change", "there", "back"),
+    [
+        (_fill, "", [92], [92]),
+        (_in_two_dtypes, "", [68, 12], [68, 12]),
+        (_freeze_first, "", [92], [28]),
+        (_fill, "loaded", [64, 24, 4], [92]),
+        (_fill, "loaded pinned", [64, 24, 4], [92]),
+        (_fill, "all loaded", [92], [92]),
+        (_fill, "data", [64, 24, 4], [92]),
+        (_fill, "cast", [46], [46]),
+    ],
+)
+def test_one_copy_for_each_dtype(
+    build: Any, change: str, there: list[int], back: list[int], on_device: Callable[..., Any]
+) -> None:
+    """A shard that was replaced crosses on its own, from its own memory, and so do those beside it."""
+    assert on_device(copies, build, change) == (there, back)
 
 
 def homes(name: str, options: dict[str, Any]) -> tuple[list[str], list[str], int]:

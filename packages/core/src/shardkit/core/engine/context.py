@@ -6,12 +6,13 @@ import contextlib
 import functools
 import itertools
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from shardkit.core.runtime.lanes import Lane, Program, Ticket, make_lane
 from shardkit.core.runtime.plan import Transport
+from shardkit.core.runtime.storage import runs
 
 
 class CommContext:
@@ -48,11 +49,11 @@ class CommContext:
     # -- what a gather reads -------------------------------------------------------------------------------------------
 
     def on_device(
-        self, sources: Sequence[torch.Tensor], dtypes: Iterable[torch.dtype], cast: torch.Tensor | None
+        self, sources: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype], cast: torch.Tensor | None
     ) -> list[torch.Tensor]:
         """`sources` on the device, those from the host in their dtypes; the gather lane waits for copies from the host.
 
-        `cast` has all of them already, one after the other: one copy instead of one for each.
+        Shards that lie one after the other take one copy. `cast` has all of them so, in the dtype of the gather.
 
         Copies overlap with the previous gather: they wait until it has read its own sources, whose memory is dropped
         when it is queued.
@@ -61,17 +62,17 @@ class CommContext:
             return list(sources)
         if self.gathers.sources_read is not None:
             self.transfers.wait_event(self.gathers.sources_read)
+        # Shards on the device stay as they are: this stream does not wait for their writers.
+        on_host = [place for place, source in enumerate(sources) if source.device.type == "cpu"]
+        staged = list(sources)
         with self.transfers.owning_memory():
-            if cast is not None:
-                parts = cast.to(self.device, non_blocking=True).split([source.numel() for source in sources])
-                staged = [part.view(source.shape) for part, source in zip(parts, sources, strict=True)]
-            else:
-                # Cast there one after the other: only one at a time is there in both dtypes. Shards on the device stay
-                # as they are: this stream does not wait for their writers.
-                staged = [
-                    source.to(self.device, non_blocking=True).to(dtype) if source.device.type == "cpu" else source
-                    for source, dtype in zip(sources, dtypes, strict=True)
-                ]
+            for flat, places in runs(sources, on_host) if cast is None else [(cast, on_host)]:
+                moved = flat.to(self.device, non_blocking=True)
+                if len(wanted := {dtypes[place] for place in places}) == 1:  # at once, which frees the memory of a copy
+                    moved = moved.to(wanted.pop())
+                parts = moved.split([sources[place].numel() for place in places])
+                for place, part in zip(places, parts, strict=True):
+                    staged[place] = part.view(sources[place].shape).to(dtypes[place])
             self.gathers.wait_event(self.transfers.current_event())
         return staged
 

@@ -23,6 +23,7 @@ from shardkit.core.runtime.plan import GatherItem, GatherPlan, plan_gather
 from shardkit.core.runtime.sharding import ChunkLayout
 from shardkit.core.runtime.shared.meeting import possible
 from shardkit.core.runtime.shared.segment import shared_if_possible
+from shardkit.core.runtime.storage import outside_inference
 from shardkit.core.torch_compat import versions_of
 
 _LOG = logging.getLogger(__name__)
@@ -68,14 +69,35 @@ class Gathered(Group, Protocol):
     cast_shards: torch.Tensor | None
 
 
-def share_shards(group: Gathered, params: Sequence[FSDPParam]) -> None:
-    """Moves the shards of `params` into shared memory, if peers on this host are to gather them from there."""
+def place_shards(group: Gathered, params: Sequence[FSDPParam]) -> None:
+    """Moves the shards of `params`, just made or assigned, to where they are gathered from.
+
+    That is pinned memory if they are offloaded, or shared memory if peers on this host read them.
+    """
+    if group.offloaded:
+        _pin_together([param for param in params if param.pinned])
     over = group.mesh.shard_group
     if over is None or not may_share_memory(over, group.device) or not possible():
         return
     shards = {param: shard for param in params if (shard := param.shard_to_share) is not None}
     for param, copy in zip(shards, shared_if_possible(list(shards.values()), group.label), strict=True):
         param.move_shard(copy)
+
+
+def _pin_together(params: Sequence[FSDPParam]) -> None:
+    """Moves shards on the host that are not pinned to one buffer for each dtype, so that they cross in one copy."""
+    unpinned: dict[torch.dtype, list[FSDPParam]] = {}
+    for param in params:
+        shard = param.shard
+        if type(shard) is torch.Tensor and shard.device.type == "cpu" and not shard.is_pinned():
+            unpinned.setdefault(shard.dtype, []).append(param)
+    with outside_inference():
+        for dtype, together in unpinned.items():
+            sizes = [param.shard.numel() for param in together]
+            buffer = torch.empty(sum(sizes), dtype=dtype, device="cpu", pin_memory=True)
+            for param, part in zip(together, buffer.split(sizes), strict=True):
+                # .data: a version counter of its own, so that a write to one is not taken for a write to all.
+                param.move_shard(part.view(param.shard.shape).copy_(param.shard).data)
 
 
 def _prepare(group: Gathered) -> tuple[Transports, GatherPlans]:
@@ -138,7 +160,8 @@ def gather_sharded(group: Gathered) -> Ticket | None:
     lane, transport = context.gathers, transports.gather
     read = sources
     if group.offloaded:
-        read = context.on_device(sources, (item.dtype for each in plans.items for item in each), group.cast_shards)
+        dtypes = [item.dtype for each in plans.items for item in each]
+        read = context.on_device(sources, dtypes, group.cast_shards)
     # The lane owns the memory: it frees and allocates in its own order, and need not wait for the compute stream.
     with lane.owning_memory():
         with contextlib.nullcontext() if transport is None else transport.registered_memory():

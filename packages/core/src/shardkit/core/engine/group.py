@@ -22,7 +22,7 @@ from torch.autograd import profiler
 
 from shardkit.core.engine import reduction
 from shardkit.core.engine.context import CommContext
-from shardkit.core.engine.gather import GatherPlans, gather_bytes, gather_kept, gather_sharded, share_shards
+from shardkit.core.engine.gather import GatherPlans, gather_bytes, gather_kept, gather_sharded, place_shards
 from shardkit.core.engine.schedule import Schedule
 from shardkit.core.engine.settings import GroupSettings
 from shardkit.core.mesh import DataParallelMesh, PostForwardMesh
@@ -184,7 +184,7 @@ class FSDPParamGroup:
         self._readers: tuple[Any, ...] = ()  # events of the readers of CACHED memory
         self._accumulating = False
         self._reducing: list[Ticket] = []
-        share_shards(self, self.params)
+        place_shards(self, self.params)
 
     @staticmethod
     def of(param: FSDPParam) -> FSDPParamGroup:
@@ -361,7 +361,7 @@ class FSDPParamGroup:
             self.reshard()
         if found:
             self.plans = None
-            share_shards(self, [param for param in found if take_over(param, loading=loading)])
+            place_shards(self, [param for param in found if take_over(param, loading=loading)])
 
     @outside_transforms
     def reshard(self, *, keep: bool = False, cache: bool = False, awaited: bool = False) -> None:

@@ -17,7 +17,7 @@ from shardkit.core.runtime.collective import all_reduce
 from shardkit.core.runtime.lanes import NEXT_STAGE, Program, Reduction, hold
 from shardkit.core.runtime.plan import Mean, ReduceItem, ReducePlan, Transport, plan_reduce
 from shardkit.core.runtime.storage import note_allocated, note_freed
-from shardkit.core.torch_compat import GRAD_DTYPE_DECIDES
+from shardkit.core.torch_compat import GRAD_DTYPE_DECIDES, has_gradient_hooks
 
 # At most this many plans, one for each set of parameters with gradients. Few sets occur unless use is random.
 _MOST_PLANS = 64
@@ -64,6 +64,7 @@ class Reduced(Group, Protocol):
 
     reduce_plans: dict[tuple[Any, ...], ReducePlan]
     versions: list[int]
+    offloaded: bool
     when_delivered: list[Callable[[Sequence[FSDPParam]], None]]
 
 
@@ -205,8 +206,9 @@ def _reduce(
         if division.after_all is not None and division.after_all != 1:
             output.div_(division.after_all)
         dtypes = {param.gradient_dtype.delivered or output.dtype for param in params}
-        if len(dtypes) == 1 and output.dtype not in dtypes:
-            views = views_of(output.to(dtypes.pop()))
+        if len(dtypes) == 1 and (group.offloaded or output.dtype not in dtypes):
+            flat = output.to(dtypes.pop())
+            views = views_of(_to_host(params, flat) if group.offloaded else flat)
         stepped = [param.deliver(view) for param, view in zip(params, views, strict=True)]
         if any(stepped):
             group.versions.clear()
@@ -214,6 +216,21 @@ def _reduce(
             call(params)
     finally:
         note_freed(output, group.label, "reduce_output")
+
+
+def _to_host(params: Sequence[FSDPParam], flat: torch.Tensor) -> torch.Tensor:
+    """The gradients of `params` in one host buffer, if all shards are on the host, else `flat`, for `deliver` to copy.
+
+    The buffer is a new one, because the user may hold gradients of an earlier backward. Copies to pinned memory
+    overlap, unless host code reads them at once; the end of backward waits for them.
+    """
+    pinned = params[0].pinned
+    if flat.device.type == "cpu" or any(param.offload is None or param.pinned != pinned for param in params):
+        return flat
+    sharded = [param.sharded_param for param in params]
+    overlap = pinned and not any(one.grad is not None or has_gradient_hooks(one) for one in sharded)
+    host = torch.empty(flat.shape, dtype=flat.dtype, device="cpu", pin_memory=pinned)
+    return host.copy_(flat, non_blocking=overlap)
 
 
 def _copy_all(gradients: list[torch.Tensor], dtype: torch.dtype, division: Division, label: str) -> Reduction:

@@ -252,8 +252,8 @@ class FSDPParam:
                 "for HSDP's all-reduce; call synchronize_gradients() or zero_grad() of the sharded module before a cast"
             )
         if is_plain(local):  # as fully_shard makes them: kernels of fused optimizers take no other strides than theirs
-            local = local.contiguous()
-        if self.pinned and local.device.type == "cpu" and not local.is_pinned():
+            local = local.contiguous()  # `place_shards` pins it
+        elif self.pinned and local.device.type == "cpu" and not local.is_pinned():
             local = local.pin_memory()
         local = self.form.local(local)
         if local is not local_of(self.sharded_param):

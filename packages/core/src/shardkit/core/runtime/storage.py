@@ -7,7 +7,7 @@ again makes all of them valid at once, including those that autograd saved.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -101,6 +101,31 @@ def raw_view(tensor: torch.Tensor) -> torch.Tensor:
     raw = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     storage = tensor.untyped_storage()
     return raw.set_(storage, 0, (storage.size() // tensor.itemsize,), (1,))  # type: ignore[call-overload, no-any-return, unused-ignore]
+
+
+def runs(tensors: Sequence[torch.Tensor], places: Iterable[int]) -> list[tuple[torch.Tensor, list[int]]]:
+    """A flat tensor over each run of tensors that lie one after the other in the same memory, and their places.
+
+    Considers the tensors at `places`. A tensor that is not contiguous is a run of its own, and copied.
+    """
+    found: list[list[int]] = []
+    ends: dict[tuple[int, torch.dtype, int], list[int]] = {}  # runs by where they end
+    for place in places:
+        tensor = tensors[place]
+        memory, begin = tensor.untyped_storage()._cdata, int(tensor.storage_offset())
+        run = ends.pop((memory, tensor.dtype, begin), None) if tensor.is_contiguous() else None
+        if run is None:
+            found.append(run := [])
+        run.append(place)
+        if tensor.is_contiguous():
+            ends[memory, tensor.dtype, begin + tensor.numel()] = run
+    flats = [
+        tensors[run[0]].as_strided((sum(tensors[place].numel() for place in run),), (1,))
+        if tensors[run[0]].is_contiguous()
+        else tensors[run[0]].reshape(-1)
+        for run in found
+    ]
+    return [*zip(flats, found, strict=True)]
 
 
 def note_allocated(memory: torch.Tensor | int, fqn: str, kind: StorageKind) -> None:
