@@ -18,42 +18,63 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import shardkit.core
-from benchmarks.rank_clock import by_ranks, clock, in_turn
+from benchmarks.turns import in_turn, slowest
 from tests.support import rank_mesh, run_ranks
+from tests.support.sharding import shard_each
 
 NAMES = ["shardkit", "stock"]
 PATHS = pytest.mark.parametrize("path", NAMES)
 
 
-@by_ranks
+class RankClock:
+    """A timer for pytest-benchmark that advances by the seconds which the ranks have measured."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+        self._samples: list[float] = []
+
+    def __call__(self) -> float:
+        return self._now
+
+    def tick(self) -> None:
+        self._now += self._samples.pop(0)
+
+    def report(self, benchmark, body, path) -> None:
+        """The times of `body` on one path, which is timed in turn with the other; the slowest rank's count."""
+        self._samples = [*slowest(_ranks(body))[path]]
+        benchmark.pedantic(self.tick, rounds=len(self._samples))
+
+
+clock = RankClock()
+pytestmark = pytest.mark.benchmark(timer=clock)
+
+
+@functools.cache
+def _ranks(body):
+    return run_ranks(4, body, timeout=120.0)
+
+
 @PATHS
 def test_step_2d(benchmark, path):
     """Forward, backward and AdamW."""
-    clock.report(benchmark, [seconds[path] for seconds in _both(_steps)])
+    clock.report(benchmark, _steps, path)
 
 
-@by_ranks
 @PATHS
 def test_save_2d(benchmark, path):
     """`torch.distributed.checkpoint.save` of the weights; `collectives` counts those that redistribute tensors."""
     benchmark.extra_info["collectives"] = max(run_ranks(4, _collectives_of_a_save, path))
-    clock.report(benchmark, [seconds[path] for seconds in _both(_saves)])
+    clock.report(benchmark, _saves, path)
 
 
-@by_ranks
 @PATHS
 def test_load_2d(benchmark, path):
     """`torch.distributed.checkpoint.load` of the weights."""
-    clock.report(benchmark, [seconds[path] for seconds in _both(_loads)])
-
-
-@functools.cache
-def _both(body):
-    return run_ranks(4, body, timeout=120.0)
+    clock.report(benchmark, _loads, path)
 
 
 def _steps(rank, world_size):
-    return in_turn({path: _step(path) for path in NAMES})
+    return in_turn({path: _step(path) for path in NAMES}, rounds=12, warmup=3)
 
 
 def _step(path):
@@ -70,21 +91,21 @@ def _step(path):
 
 
 def _saves(rank, world_size):
-    states, where = {path: _network(path).state_dict() for path in NAMES}, _directory()
-    seconds = in_turn(
-        {path: functools.partial(dcp.save, state, checkpoint_id=f"{where}/{path}") for path, state in states.items()}
-    )
-    _remove(where)
-    return seconds
+    return _of_states(dcp.save)
 
 
 def _loads(rank, world_size):
-    states, where = {path: _network(path).state_dict() for path in NAMES}, _directory()
-    for path, state in states.items():
-        dcp.save(state, checkpoint_id=f"{where}/{path}")
-    seconds = in_turn(
-        {path: functools.partial(dcp.load, state, checkpoint_id=f"{where}/{path}") for path, state in states.items()}
-    )
+    return _of_states(dcp.load)
+
+
+def _of_states(call):
+    """Seconds of the call with the weights and a directory of each path, in which they have been saved."""
+    where, calls = _directory(), {}
+    for path in NAMES:
+        state, directory = _network(path).state_dict(), f"{where}/{path}"
+        dcp.save(state, checkpoint_id=directory)
+        calls[path] = functools.partial(call, state, checkpoint_id=directory)
+    seconds = in_turn(calls, rounds=12, warmup=3)
     _remove(where)
     return seconds
 
@@ -109,14 +130,12 @@ def _remove(where):
 
 
 def _network(path):
-    fully_shard = shardkit.core.fully_shard if path == "shardkit" else stock.fully_shard
     mesh = rank_mesh((2, 2), ("dp", "tp"))
     torch.manual_seed(0)
     network = nn.Sequential(*(nn.Sequential(nn.Linear(192, 768), nn.Linear(768, 192)) for _ in range(12)))
     for block in network:
         parallelize_module(block, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
-        fully_shard(block, mesh=mesh["dp"])
-    fully_shard(network, mesh=mesh["dp"])
+    shard_each(*network, network, api=shardkit.core if path == "shardkit" else stock, mesh=mesh["dp"])
     network(torch.zeros(1, 192)).sum().backward()
     network.zero_grad()
     return network

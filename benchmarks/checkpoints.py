@@ -6,11 +6,8 @@ A GPT of 34 M parameters with AdamW on two ranks, sharded by shardkit for both, 
 import argparse
 import gc
 import shutil
-import statistics
 import tempfile
-import time
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +24,10 @@ from torch.distributed.tensor import DTensor
 
 from benchmarks.side_by_side.memory import MemoryMeter
 from benchmarks.side_by_side.networks import GPT
-from shardkit.core import fully_shard
+from benchmarks.turns import Seconds, in_turn, milliseconds, ratio, slowest, timed
 from shardkit.core.checkpoint import CheckpointManager, TrainingState
 from tests.support import rank_mesh, run_ranks
-
-Rounds = dict[str, list[float]]
+from tests.support.sharding import shard_each
 
 
 def build(world_size: int) -> tuple[Any, torch.optim.Optimizer]:
@@ -39,9 +35,7 @@ def build(world_size: int) -> tuple[Any, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = GPT(vocabulary=8192, context=128, width=512, heads=8, hidden=(2048,) * 8)
     mesh = rank_mesh((world_size,), ("shard",))
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    shard_each(*model.blocks, model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
@@ -54,21 +48,13 @@ def state_of(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
 
 
-def timed(action: Callable[[], Any]) -> float:
-    """Seconds of this rank; all ranks begin together."""
-    dist.barrier()
-    begin = time.perf_counter()
-    action()
-    return time.perf_counter() - begin
-
-
-def saving(rank: int, world_size: int, path: Path, rounds: int) -> Rounds:
+def saving(rank: int, world_size: int, path: Path, rounds: int) -> Seconds:
     """Stalls and whole saves, one after the other in each round."""
     warnings.simplefilter("ignore")
     model, optimizer = build(world_size)
     state = TrainingState(model, optimizer)
     manager = CheckpointManager(path / "ours", keep=1)
-    seconds: Rounds = {}
+    seconds: Seconds = {}
     for number in range(rounds + 1):
         found = _one_round(model, optimizer, manager, state, path / f"stock-{number}", 2 * number)
         if rank == 0:
@@ -130,7 +116,7 @@ def stock_memory(rank: int, world_size: int, path: Path) -> dict[str, float]:
     return {"stock": held or 0}
 
 
-def loading(rank: int, world_size: int, path: Path, rounds: int) -> Rounds:
+def loading(rank: int, world_size: int, path: Path, rounds: int) -> Seconds:
     """Restoring a checkpoint of two ranks."""
     warnings.simplefilter("ignore")
     model, optimizer = build(world_size)
@@ -143,12 +129,7 @@ def loading(rank: int, world_size: int, path: Path, rounds: int) -> Rounds:
         set_model_state_dict(model, found["model"])
         set_optimizer_state_dict(model, optimizer, found["optimizer"])
 
-    seconds: Rounds = {"stock": [], "ours": []}
-    for number in range(rounds + 1):
-        found = {"stock": timed(stock), "ours": timed(lambda: manager.restore(state))}
-        for name, value in found.items() if number else ():
-            seconds[name].append(value)
-    return seconds
+    return in_turn({"stock": stock, "ours": lambda: manager.restore(state)}, rounds, warmup=1)
 
 
 def keep_both(rank: int, world_size: int, path: Path) -> None:
@@ -160,22 +141,13 @@ def keep_both(rank: int, world_size: int, path: Path) -> None:
         manager.save(1, TrainingState(model, optimizer))
 
 
-def slowest(ranks: list[Rounds]) -> Rounds:
-    return {name: [max(values) for values in zip(*(one[name] for one in ranks), strict=True)] for name in ranks[0]}
-
-
-def ratio(seconds: Rounds, name: str, other: str) -> str:
-    ratios = [a / b for a, b in zip(seconds[name], seconds[other], strict=True)]
-    return f"{statistics.median(ratios):.2f} [{min(ratios):.2f}-{max(ratios):.2f}]"
-
-
 def report_saving(path: Path, rounds: int) -> None:
     seconds = slowest(run_ranks(2, saving, path, rounds, timeout=240.0))
     for name, values in seconds.items():
-        print(f"{name:28} {statistics.median(values) * 1e3:8.0f} ms")
-    print("stall / stock save          ", ratio(seconds, "ours, stall", "stock save"))
-    print("stall / stock async_save    ", ratio(seconds, "ours, stall", "stock async_save, stall"))
-    print("whole save, stock / ours    ", ratio(seconds, "stock save", "ours, whole"))
+        print(f"{name:28} {milliseconds(values):>8} ms")
+    print("stall / stock save          ", ratio(seconds["ours, stall"], seconds["stock save"]))
+    print("stall / stock async_save    ", ratio(seconds["ours, stall"], seconds["stock async_save, stall"]))
+    print("whole save, stock / ours    ", ratio(seconds["stock save"], seconds["ours, whole"]))
 
 
 def report_memory(path: Path) -> None:
@@ -190,8 +162,8 @@ def report_loading(path: Path, rounds: int, worlds: list[int]) -> None:
     run_ranks(2, keep_both, path, timeout=120.0)
     for world_size in worlds:
         seconds = slowest(run_ranks(world_size, loading, path, rounds, timeout=240.0, isolated=True))
-        times = ", ".join(f"{name} {statistics.median(values) * 1e3:.0f} ms" for name, values in seconds.items())
-        print(f"2 ranks -> {world_size}: {times}; ours / stock {ratio(seconds, 'ours', 'stock')}")
+        times = ", ".join(f"{name} {milliseconds(values)} ms" for name, values in seconds.items())
+        print(f"2 ranks -> {world_size}: {times}; ours / stock {ratio(seconds['ours'], seconds['stock'])}")
 
 
 def main() -> None:

@@ -11,7 +11,6 @@ and 40 ms in backward, as for a device that computes so long; `--context 16` lea
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 import tempfile
 import time
@@ -30,7 +29,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import shardkit.core as ours
 from benchmarks.side_by_side.networks import GPT
+from benchmarks.turns import Seconds, milliseconds, ratio, slowest
 from shardkit.core import FileTier, offload_activations, overlap_step
+from tests.support.sharding import shard_each
 
 RANKS = 2
 FIRST_STEPS = 3
@@ -62,15 +63,6 @@ WAYS = (
 )
 
 
-@dataclass
-class Times:
-    """Of one way on one rank: seconds of `optimizer.step()` and of whole steps, and MiB in files."""
-
-    optimizer: list[float]
-    step: list[float]
-    in_files: float
-
-
 class Training:
     """A model that is trained in one way on one batch, and has its first gradients."""
 
@@ -80,8 +72,7 @@ class Training:
         self.model = GPT(10 * width, context, width, max(1, width // 64), [4 * width] * 12)
         mesh = dist.device_mesh.init_device_mesh("cpu", (RANKS,))
         policy = way.engine.CPUOffloadPolicy(pin_memory=False)
-        for module in (*self.model.blocks, self.model):
-            way.engine.fully_shard(module, mesh=mesh, offload_policy=policy)
+        shard_each(*self.model.blocks, self.model, api=way.engine, mesh=mesh, offload_policy=policy)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=way.fused or None)
         if way.fused:
             ours.optimizer_step_on_shards(self.optimizer)
@@ -137,36 +128,21 @@ def run(rank: int, options: argparse.Namespace, results: Any) -> None:
         tolerance = 0.0 if way.exact else 1e-4
         torch.testing.assert_close(seen, expected, rtol=tolerance, atol=0.0, msg=f"{way.name}: {seen}, not {expected}")
     rounds = [{name: training.step() for name, training in trainings.items()} for _ in range(options.rounds)]
-    found = {}
-    for name, training in trainings.items():
-        optimizer, step = zip(*(one[name] for one in rounds), strict=True)
-        found[name] = Times([*optimizer], [*step], training.in_files)
-    results.put(found)
+    optimizer, step = ({name: [one[name][part] for one in rounds] for name in trainings} for part in (0, 1))
+    results.put((optimizer, step, {name: [training.in_files] for name, training in trainings.items()}))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def slowest(ranks: list[Times]) -> Times:
-    """The times of the slower rank in each round."""
-    optimizer = map(max, zip(*(one.optimizer for one in ranks), strict=True))
-    step = map(max, zip(*(one.step for one in ranks), strict=True))
-    return Times([*optimizer], [*step], max(one.in_files for one in ranks))
-
-
-def ratio(seen: list[float], beside: list[float]) -> str:
-    ratios = [one / other for one, other in zip(seen, beside, strict=True)]
-    return f"{statistics.median(ratios):.2f} [{min(ratios):.2f}-{max(ratios):.2f}]"
-
-
-def rows(times: dict[str, Times]) -> Iterator[str]:
+def rows(optimizer: Seconds, step: Seconds, in_files: Seconds) -> Iterator[str]:
+    """Of seconds of `optimizer.step()` and of whole steps, and of MiB in files."""
     for way in WAYS:
-        own, beside = times[way.name], times[way.beside]
-        milliseconds = [f"{statistics.median(one) * 1e3:.0f}" for one in (own.optimizer, own.step)]
-        milliseconds.append(ratio(own.step, times[PLAIN].step))
-        compared = [way.beside, ratio(own.optimizer, beside.optimizer), ratio(own.step, beside.step)]
+        times = [milliseconds(optimizer[way.name]), milliseconds(step[way.name])]
+        compared = [way.beside, *(ratio(one[way.name], one[way.beside]) for one in (optimizer, step))]
         if way.beside == way.name:
             compared = ["", "", ""]
-        yield f"| {' | '.join((way.name, *milliseconds, *compared, f'{own.in_files:.0f}'))} |"
+        cells = (way.name, *times, ratio(step[way.name], step[PLAIN]), *compared, f"{in_files[way.name][0]:.0f}")
+        yield f"| {' | '.join(cells)} |"
 
 
 def main() -> None:
@@ -182,10 +158,10 @@ def main() -> None:
     options.port = store.port
     results = multiprocessing.get_context("spawn").SimpleQueue()
     multiprocessing.spawn(run, (options, results), RANKS)
-    found: list[dict[str, Times]] = [results.get() for _ in range(RANKS)]
+    found = [results.get() for _ in range(RANKS)]
     print(f"| way | optimizer, ms | whole step, ms | of {PLAIN}'s | beside | optimizer | whole step | MiB in files |")
     print("|---|---|---|---|---|---|---|---|")
-    for row in rows({way.name: slowest([rank[way.name] for rank in found]) for way in WAYS}):
+    for row in rows(*map(slowest, zip(*found, strict=True))):
         print(row)
 
 
