@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,7 +14,23 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = Path(__file__).parent / "scripts"
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
 Engine = Literal["stock", "shardkit"]
+
+
+def ended(
+    command: Sequence[object], directory: Path | None = None, timeout: float = 280, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """The command after its end, with what it printed. `variables` join its environment."""
+    env = os.environ | ENVIRONMENT | variables
+    words = [str(word) for word in command]
+    return subprocess.run(words, env=env, cwd=directory, text=True, capture_output=True, timeout=timeout, check=False)
+
+
+def succeeded(command: Sequence[object], directory: Path | None = None, timeout: float = 280, **variables: str) -> Any:
+    done = ended(command, directory, timeout, **variables)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    return done
 
 
 @functools.cache
@@ -61,9 +78,7 @@ def run_command(
     command: list[str], engine: Engine, directory: Path, out: Path, **variables: str
 ) -> dict[str, dict[str, Any]] | str:
     """The notes that the command saved in `out`, by case, or why there are none. `variables` join the environment."""
-    env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    env |= {"CUDA_VISIBLE_DEVICES": ""} | variables
-    done = subprocess.run(command, env=env, cwd=directory, text=True, capture_output=True, timeout=500, check=False)
+    done = ended(command, directory, 500, TOKENIZERS_PARALLELISM="false", **variables)
     if done.returncode:
         return f"{command} ended with {done.returncode}:\n{(done.stdout + done.stderr)[-6000:]}"
     if (" parameters in " in done.stderr) != (engine == "shardkit"):

@@ -1,14 +1,12 @@
 """accelerate's FSDP2."""
 
 import functools
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.trainers.launch import SCRIPTS, Engine, assert_case, assert_resumes_across, assert_same, run_command
+from tests.trainers.launch import SCRIPTS, Engine, assert_case, assert_resumes_across, assert_same, ended, run_command
 
 pytest.importorskip("accelerate")
 
@@ -37,9 +35,8 @@ def _launched(engine: Engine, directory: Path, front: list[str], **variables: st
     command = [*front, "accelerate", "launch", f"--config_file={SCRIPTS / 'fsdp2.yaml'}"]
     command = [str(scripts / word) if word in ("accelerate", "shardkit") else word for word in command]
     out = directory / "out.pt"
-    seen = run_command(
-        [*command, str(SCRIPTS / "train_launched.py"), f"--out={out}"], engine, directory, out, **variables
-    )
+    command += [str(SCRIPTS / "train_launched.py"), f"--out={out}"]
+    seen = run_command(command, engine, directory, out, **variables)
     assert not isinstance(seen, str), seen
     return seen["launched"]
 
@@ -69,8 +66,7 @@ def test_a_rank_that_goes_another_way_is_an_error_on_all(loop: str, where: str, 
     scripts = Path(sys.executable).parent
     command = [scripts / "shardkit", "run", scripts / "accelerate", "launch", f"--config_file={SCRIPTS / 'fsdp2.yaml'}"]
     command += [SCRIPTS / "train_mismatched.py", f"--out={tmp_path}", f"--loop={loop}", f"--where={where}"]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, env=env, cwd=tmp_path, text=True, capture_output=True, timeout=400, check=False)
+    done = ended(command, tmp_path, 400)
     seen = [(tmp_path / f"rank{rank}") for rank in range(2)]
     assert all(one.exists() for one in seen), (done.stdout + done.stderr)[-6000:]
     first, second = (one.read_text() for one in seen)

@@ -10,19 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.trainers.launch import ROOT
+from tests.trainers.launch import ROOT, succeeded
 
 RECIPES = ROOT / "examples" / "recipes"
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
 RUN = [sys.executable, "-m", "shardkit.core", "run", "--strict"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 
 def losses(*options: object, name: str = "train.py") -> list[float]:
     command = [*RUN, *TORCHRUN, "--standalone", "--nproc-per-node=2", RECIPES / name, "--steps=20", *options]
-    done = subprocess.run(command, env=ENVIRONMENT, text=True, capture_output=True, timeout=280, check=False)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-    return [float(value) for value in re.findall(r"(?:loss |'loss': '?)([0-9.]+)", done.stdout)]
+    return [float(value) for value in re.findall(r"(?:loss |'loss': '?)([0-9.]+)", succeeded(command).stdout)]
 
 
 @pytest.fixture
@@ -68,9 +65,8 @@ def nodes(tmp_path: Path) -> Iterator[Path]:
 def test_the_slurm_script_trains_on_two_nodes(nodes: Path):
     script = [RECIPES / "slurm.sh", "--model", RECIPES / "llama-tiny.json", "--steps=20", "--out", nodes / "out"]
     job = {"SLURM_JOB_NODELIST": "a,b", "SLURM_NNODES": "2", "SLURM_JOB_ID": "7", "RANKS_PER_NODE": "1"}
-    env = ENVIRONMENT | job | {"RECIPE": str(RECIPES / "train.py"), "PATH": f"{nodes}:{os.environ['PATH']}"}
-    done = subprocess.run(["bash", *script], env=env, text=True, capture_output=True, timeout=280, check=False)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    job |= {"RECIPE": str(RECIPES / "train.py"), "PATH": f"{nodes}:{os.environ['PATH']}"}
+    done = succeeded(["bash", *script], **job)
     assert "5 groups, 2 ranks" in done.stderr
     first, last = (float(value) for value in re.findall(r"loss ([0-9.]+)", done.stdout))
     assert last < first
@@ -79,18 +75,9 @@ def test_the_slurm_script_trains_on_two_nodes(nodes: Path):
 @pytest.mark.parametrize("trainer", ["accelerate", "torchtitan"])
 def test_a_plan_is_a_configuration_that_the_trainer_reads(trainer: str, tmp_path: Path):
     out, model = tmp_path / "plan", RECIPES / "llama-tiny.json"
-    command = [
-        sys.executable,
-        "-m",
-        "shardkit.tools",
-        "plan",
-        f"--hf-config={model}",
-        "--sequence=64",
-        "--world-size=16",
-    ]
-    command += ["--most-micro-batch=2", "--global-batch=64", f"--format={trainer}", f"--write={out}"]
-    done = subprocess.run(command, env=ENVIRONMENT, text=True, capture_output=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stderr
+    options = ["--sequence=64", "--world-size=16", "--most-micro-batch=2", "--global-batch=64"]
+    options += [f"--hf-config={model}", f"--format={trainer}", f"--write={out}"]
+    succeeded([sys.executable, "-m", "shardkit.tools", "plan", *options])
     text = out.read_text()
     if trainer == "accelerate":
         read = pytest.importorskip("accelerate.commands.config.config_args").load_config_from_file(str(out))
@@ -98,8 +85,8 @@ def test_a_plan_is_a_configuration_that_the_trainer_reads(trainer: str, tmp_path
         assert read.fsdp_config["fsdp_transformer_layer_cls_to_wrap"] == "LlamaDecoderLayer"
     else:
         manager = pytest.importorskip("torchtitan.config.manager").ConfigManager()
-        options = [word for line in text.splitlines() if not line.startswith("#") for word in line.split()]
-        read = manager.parse_args(["--module", "llama3", "--config", "llama3_debugmodel", *options])
+        words = [word for line in text.splitlines() if not line.startswith("#") for word in line.split()]
+        read = manager.parse_args(["--module", "llama3", "--config", "llama3_debugmodel", *words])
         assert read.training.global_batch_size == 64 and read.parallelism.tensor_parallel_degree in (1, 2, 4, 8)
         degrees = read.parallelism
         both = degrees.data_parallel_replicate_degree * degrees.data_parallel_shard_degree
