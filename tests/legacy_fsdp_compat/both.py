@@ -20,6 +20,7 @@ from shardkit.core.checkpoint.torch_files import storages_in
 
 STOCK, OURS = "stock", "ours"
 CPU = torch.device("cpu")
+TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
 
 
 def api(engine: str) -> Any:
@@ -59,6 +60,18 @@ class Model(nn.Module):
         return self.out(self.norm(x))
 
 
+class Tied(nn.Module):
+    """An embedding whose weight is the head's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb, self.mid, self.head = nn.Embedding(7, 4), nn.Linear(4, 4), nn.Linear(4, 7, bias=False)
+        self.head.weight = self.emb.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.mid(self.emb(tokens))))
+
+
 @dataclass(frozen=True)
 class Setting:
     """One way to wrap and train. Everything pickles, so that settings travel to the ranks."""
@@ -85,6 +98,12 @@ def wrap(engine: str, setting: Setting, model: nn.Module | None = None, **argume
         warnings.filterwarnings("ignore", category=UserWarning, module="torch")
         warnings.filterwarnings("ignore", category=FutureWarning)
         return names.FSDP(model or build(), use_orig_params=setting.use_orig_params, device_id=CPU, **arguments)
+
+
+def start(engine: str, setting: Setting, seed: int, **arguments: Any) -> tuple[Any, torch.optim.Optimizer]:
+    """A wrapped model and its optimizer."""
+    model = wrap(engine, setting, build(seed), **arguments)
+    return model, OPTIMIZERS[setting.optimizer](model.parameters())
 
 
 OPTIMIZERS = {
@@ -120,15 +139,53 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: 
     return losses
 
 
+def alone(world_size: int, steps: int = 3, optimizer: Any = OPTIMIZERS["sgd"]) -> tuple[Model, torch.optim.Optimizer]:
+    """The same training in one process, without any FSDP."""
+    model = build()
+    its = optimizer(model.parameters())
+    for step in range(steps):
+        its.zero_grad()
+        backward_alone(model, world_size, step)
+        its.step()
+    return model, its
+
+
+def backward_alone(model: nn.Module, world_size: int, step: int) -> None:
+    """Backward of the batches of all ranks."""
+    (sum(loss_of(model, rank, step) for rank in range(world_size)) / world_size).backward()
+
+
 def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """The model's parameters, with names as in a state dict."""
     return [(name.replace("_fsdp_wrapped_module.", ""), parameter) for name, parameter in model.named_parameters()]
 
 
+def of_type(engine: str, kind: str, model: nn.Module) -> Any:
+    """A context in which state dicts are FULL, SHARDED or LOCAL."""
+    names = api(engine)
+    return names.FSDP.state_dict_type(model, names.StateDictType[f"{kind}_STATE_DICT"])
+
+
+def state_of(engine: str, kind: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    with of_type(engine, kind, model):
+        return {"model": model.state_dict(), "optim": api(engine).FSDP.optim_state_dict(model, optimizer)}
+
+
+def load_state(engine: str, kind: str, model: Any, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Loads the state dicts; the optimizer's if there is one."""
+    # Stock cannot load a LOCAL state dict that it wrote with use_orig_params=True in strict mode.
+    strict = not (kind == "LOCAL" and engine == STOCK)
+    with of_type(engine, kind, model):
+        found = model.load_state_dict(state["model"], strict=strict)
+        assert strict or not found.missing_keys
+        assert strict or all(name.endswith("_flat_param") for name in found.unexpected_keys)
+        if "optim" in state:
+            optimizer.load_state_dict(api(engine).FSDP.optim_state_dict_to_load(model, optimizer, state["optim"]))
+
+
 def whole_state(engine: str, model: nn.Module) -> dict[str, Tensor]:
     """The full state dict, on every rank."""
-    names = api(engine)
-    with names.FSDP.state_dict_type(model, names.StateDictType.FULL_STATE_DICT):
+    with of_type(engine, "FULL", model):
         return {name: value.clone() for name, value in model.state_dict().items()}
 
 
@@ -155,10 +212,22 @@ def records(path: Path) -> dict[str, bytes]:
     return {key: data[start : start + length] for key, (start, length) in places.items()}
 
 
-def local_moments(names: Any, model: Any, optimizer: Any) -> dict[str, dict[str, Tensor]]:
+def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(value.shape) for name, value in model.state_dict().items()}
+
+
+def tensors_of(checkpoint: Any, *base: Any) -> dict[tuple[Any, ...], Tensor]:
+    """The tensors of a checkpoint that migrate has opened, by the paths below `base`."""
+    return {
+        path[len(base) :]: stored.read(0, stored.numel).view(stored.shape)
+        for path, stored in checkpoint.tensors.items()
+        if path[: len(base)] == base
+    }
+
+
+def local_moments(engine: str, model: Any, optimizer: Any) -> dict[str, dict[str, Tensor]]:
     """Whole optimizer state put together from the ranks' rows, as stock's own gathering is wrong."""
-    with names.FSDP.state_dict_type(model, names.StateDictType.SHARDED_STATE_DICT):
-        state = names.FSDP.optim_state_dict(model, optimizer)["state"]
+    state = state_of(engine, "SHARDED", model, optimizer)["optim"]["state"]
     whole: dict[str, dict[str, Tensor]] = {}
     for fqn, values in state.items():
         for name, value in values.items():

@@ -12,22 +12,22 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
 
 from tests.legacy_fsdp_compat.both import (
-    OPTIMIZERS,
     OURS,
     STOCK,
+    TOLERANCE,
     Setting,
     api,
     assert_same_tensors,
-    build,
+    load_state,
+    start,
+    state_of,
     train,
     whole_state,
-    wrap,
 )
 from tests.support import on_ranks, run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # stock warns of its own retirement at every call
 
-TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
 TYPES = ["FULL", "SHARDED", "LOCAL"]
 
 
@@ -44,27 +44,6 @@ class Case:
         return f"{self.kind}-{self.setting.optimizer}-{flat}-by-{self.writer}"
 
 
-def state_of(engine: str, kind: str, model: Any, optimizer: Any) -> dict[str, Any]:
-    names = api(engine)
-    with names.FSDP.state_dict_type(model, names.StateDictType[f"{kind}_STATE_DICT"]):
-        return {"model": model.state_dict(), "optim": names.FSDP.optim_state_dict(model, optimizer)}
-
-
-def load(engine: str, kind: str, model: Any, optimizer: Any, state: dict[str, Any]) -> None:
-    names = api(engine)
-    # Stock cannot load a LOCAL state dict that it wrote with use_orig_params=True in strict mode.
-    strict = not (kind == "LOCAL" and engine == STOCK)
-    with names.FSDP.state_dict_type(model, names.StateDictType[f"{kind}_STATE_DICT"]):
-        model.load_state_dict(state["model"], strict=strict)
-        loadable = names.FSDP.optim_state_dict_to_load(model, optimizer, state["optim"])
-        optimizer.load_state_dict(loadable)
-
-
-def start(engine: str, setting: Setting, seed: int) -> tuple[Any, Any]:
-    model = wrap(engine, setting, build(seed))
-    return model, OPTIMIZERS[setting.optimizer](model.parameters())
-
-
 def write(rank: int, case: Case, directory: Path) -> list[float]:
     """Trains, writes this rank's file, trains on; returns the losses after the file."""
     model, optimizer = start(case.writer, case.setting, 0)
@@ -76,7 +55,7 @@ def write(rank: int, case: Case, directory: Path) -> list[float]:
 def read(rank: int, case: Case, reader: str, directory: Path) -> list[float]:
     model, optimizer = start(reader, case.setting, 1)
     state = torch.load(directory / f"rank{rank}.pt", weights_only=False)
-    load(reader, case.kind, model, optimizer, state)
+    load_state(reader, case.kind, model, optimizer, state)
     return train(model, optimizer, rank, range(2, 4))
 
 

@@ -5,6 +5,7 @@ import sys
 import types
 import warnings
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,110 +18,81 @@ from torch.distributed.tensor import DTensor
 
 from shardkit.core import fully_shard
 from tests.core.api.overflow import Layers, finds_an_overflow
+from tests.legacy_fsdp_compat import both
 from tests.legacy_fsdp_compat.both import (
     CPU,
     OURS,
     STOCK,
-    Block,
-    Model,
+    TOLERANCE,
     Setting,
     api,
     assert_same_tensors,
     batch,
     build,
     loss_of,
+    of_type,
     train,
     whole_gradients,
     whole_state,
     wrap,
 )
 from tests.support import on_ranks, rank_mesh, run_ranks
+from tests.support.models import Composed
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05)
 
 
-def alone(world_size: int, steps: int = 3) -> dict[str, Any]:
-    """The same training in one process, without any FSDP."""
-    model = build()
-    optimizer = sgd(model)
-    for step in range(steps):
-        optimizer.zero_grad()
-        (sum(loss_of(model, rank, step) for rank in range(world_size)) / world_size).backward()
-        optimizer.step()
-    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+def alone(world_size: int) -> dict[str, Any]:
+    """The weights of the same training in one process."""
+    return dict(both.alone(world_size)[0].state_dict())
 
 
 # -- mixed precision ---------------------------------------------------------------------------------------------------
 
 
-class Sees(nn.Module):
-    """Keeps the dtypes of its inputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.seen: list[torch.dtype] = []
+class Below(nn.Linear):
+    """Takes an input beside the first."""
 
     def forward(self, x: torch.Tensor, extra: torch.Tensor) -> torch.Tensor:
-        self.seen.append(extra.dtype)
-        return self.linear(x.to(self.linear.weight.dtype))
-
-
-class Passes(nn.Module):
-    """Gives the unit below it an input of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.below, self.out = Sees(), nn.Linear(4, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.out(self.below(x, torch.ones(1)).to(self.out.weight.dtype))
+        self.seen = extra.dtype
+        return super().forward(x.to(self.weight.dtype))
 
 
 @on_ranks(2)
 def test_which_inputs_are_cast(rank: int, world_size: int) -> None:
-    seen: dict[str, list[torch.dtype]] = {}
+    """Of a unit below the root, which gives it an input of its own."""
     for engine in (STOCK, OURS):
         names = api(engine)
-        seen[engine] = []
-        for cast in (False, True):
+        for cast, dtype in ((False, torch.float32), (True, torch.bfloat16)):
             mixed = names.MixedPrecision(param_dtype=torch.bfloat16, cast_forward_inputs=cast)
-            policy = names.ModuleWrapPolicy({Sees})
-            model = wrap(engine, Setting(), Passes(), mixed_precision=mixed, auto_wrap_policy=policy)
+            model = Composed(
+                lambda m, x: m.out(m.below(x, torch.ones(1)).to(m.out.weight.dtype)),
+                below=Below(4, 4),
+                out=nn.Linear(4, 1),
+            )
+            policy = names.ModuleWrapPolicy({Below})
+            model = wrap(engine, Setting(), model, mixed_precision=mixed, auto_wrap_policy=policy)
             model(torch.ones(2, 4)).sum().backward()
-            seen[engine] += model.below.seen
-    assert seen[OURS] == seen[STOCK] == [torch.float32, torch.bfloat16]
-
-
-class Norms(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm, self.last = nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(self.norm(self.first(x)))
+            assert model.below.seen == dtype
 
 
 @on_ranks(2)
 def test_batch_norm_is_wrapped_alone_in_full_precision(rank: int, world_size: int) -> None:
     seen = {}
     for engine in (STOCK, OURS):
-        names = api(engine)
         torch.manual_seed(0)
+        names = api(engine)
+        norms = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 1))
         mixed = names.MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
         policy = functools.partial(names.size_based_auto_wrap_policy, min_num_params=10_000)
-        model = wrap(engine, Setting(), Norms(), mixed_precision=mixed, auto_wrap_policy=policy)
-        assert isinstance(model.norm, names.FSDP)
-        assert not isinstance(model.first, names.FSDP)
-        losses = train(model, sgd(model), rank, range(2))
-        assert model.norm.running_mean.dtype == torch.float32
-        seen[engine] = losses
+        model = wrap(engine, Setting(), norms, mixed_precision=mixed, auto_wrap_policy=policy)
+        assert [isinstance(one, names.FSDP) for one in model] == [False, True, False]
+        seen[engine] = train(model, sgd(model), rank, range(2))
+        assert model[1].running_mean.dtype == torch.float32
     torch.testing.assert_close(seen[OURS], seen[STOCK], rtol=2e-2, atol=1e-2)
 
 
@@ -148,7 +120,7 @@ def test_full_precision_in_eval(rank: int, world_size: int) -> None:
     assert model.blocks[0].scale.dtype == torch.bfloat16
     twice = whole_gradients(OURS, model)["inp.weight"]
     for step in (0, 1):
-        (sum(loss_of(plain, one, step) for one in range(world_size)) / world_size).backward()
+        both.backward_alone(plain, world_size, step)
     torch.testing.assert_close(twice, plain.inp.weight.grad, rtol=5e-2, atol=5e-2)
 
 
@@ -173,31 +145,27 @@ def test_cpu_offload_and_rank0_only(rank: int, world_size: int, strategy: str) -
 # -- process groups ----------------------------------------------------------------------------------------------------
 
 
-def hybrid(rank: int, world_size: int, by: str, strategy: str) -> None:
-    names = api(OURS)
-    if by == "mesh":
-        arguments = {"device_mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))}
-    elif by == "unnamed mesh":
-        arguments = {"device_mesh": init_device_mesh("cpu", (2, 2))}
-    else:
-        shard = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
-        replicate = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
-        arguments = {"process_group": (shard, replicate)}
-    model = wrap(OURS, Setting(strategy), **arguments)
-    assert (model.world_size, model.rank) == (2, rank % 2)
-    assert model.sharding_strategy is names.ShardingStrategy[strategy]
-    train(model, sgd(model), rank, range(3))
-    assert_same_tensors(alone(world_size), whole_state(OURS, model), **TOLERANCE)
-    with names.FSDP.state_dict_type(model, names.StateDictType.SHARDED_STATE_DICT):
-        value = model.state_dict()["inp.weight"]
-    assert isinstance(value, DTensor) == ("mesh" in by)
-
-
 @pytest.mark.parametrize(
     ("by", "strategy"), [("groups", "HYBRID_SHARD"), ("mesh", "_HYBRID_SHARD_ZERO2"), ("unnamed mesh", "HYBRID_SHARD")]
 )
-def test_hybrid_sharding(by: str, strategy: str):
-    run_ranks(4, hybrid, by, strategy)
+@on_ranks(4)
+def test_hybrid_sharding(rank: int, world_size: int, by: str, strategy: str) -> None:
+    arguments: dict[str, Any]
+    if by == "groups":
+        shard = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+        replicate = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+        arguments = {"process_group": (shard, replicate)}
+    else:
+        axes = ("replicate", "shard") if by == "mesh" else None
+        arguments = {"device_mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=axes)}
+    model = wrap(OURS, Setting(strategy), **arguments)
+    assert (model.world_size, model.rank) == (2, rank % 2)
+    assert model.sharding_strategy is api(OURS).ShardingStrategy[strategy]
+    train(model, sgd(model), rank, range(3))
+    assert_same_tensors(alone(world_size), whole_state(OURS, model), **TOLERANCE)
+    with of_type(OURS, "SHARDED", model):
+        value = model.state_dict()["inp.weight"]
+    assert isinstance(value, DTensor) == ("mesh" in by)
 
 
 @on_ranks(2)
@@ -234,12 +202,11 @@ def test_errors_of_the_constructor(rank: int, world_size: int) -> None:
 COMPRESSING = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
 
 
-def comm_hook(rank: int, world_size: int, strategy: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # torch's compressing hooks tell the allocator which stream used a tensor, also on a CPU, which has none.
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
+@pytest.mark.parametrize(("kind", "strategy"), [("fp16", "FULL_SHARD"), ("bf16", "NO_SHARD")])
+@on_ranks(2)
+def test_compressing_communication_hooks(rank: int, world_size: int, strategy: str, kind: str) -> None:
     seen = {}
     for engine in (STOCK, OURS):
-        names = api(engine)
         model = wrap(engine, Setting(strategy))
         state, hook = default_hooks.LowPrecisionState(dist.group.WORLD), COMPRESSING[kind]
         with pytest.raises((AssertionError, ValueError)):
@@ -247,17 +214,11 @@ def comm_hook(rank: int, world_size: int, strategy: str, kind: str, monkeypatch:
         model.register_comm_hook(state, hook)
         with pytest.raises(AssertionError, match="already registered"):
             model.register_comm_hook(state, hook)
-        losses = train(model, sgd(model), rank, range(3))
+        # torch's compressing hooks tell the allocator which stream used a tensor, also on a CPU, which has none.
+        with mock.patch.object(torch.Tensor, "record_stream"):
+            losses = train(model, sgd(model), rank, range(3))
         seen[engine] = {"losses": torch.tensor(losses), **whole_state(engine, model)}
-        assert isinstance(model, names.FSDP)
     assert_same_tensors(seen[STOCK], seen[OURS], **TOLERANCE)
-
-
-@pytest.mark.parametrize(("kind", "strategy"), [("fp16", "FULL_SHARD"), ("bf16", "NO_SHARD")])
-@on_ranks(2)
-def test_compressing_communication_hooks(rank: int, world_size: int, strategy: str, kind: str) -> None:
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        comm_hook(rank, world_size, strategy, kind, monkeypatch)
 
 
 def replicas_first(world_size: int) -> Any:
@@ -271,24 +232,15 @@ def test_grad_scaler_looks_at_all_ranks():
     run_ranks(2, finds_an_overflow, replicas_first, api(OURS).ShardedGradScaler, {"fused": True})
 
 
-class Scaled(nn.Module):
-    """A 0-dim parameter beside one that is sharded."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.gain = nn.Linear(4, 4), nn.Parameter(torch.tensor(2.0))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x) * self.gain
-
-
 @on_ranks(2)
 def test_a_communication_hook_beside_a_scalar(rank: int, world_size: int) -> None:
     """A hook for shards cannot reduce the 0-dim parameter, so it is averaged as without a hook."""
     gradients = []
     for hooked in (False, True):
         torch.manual_seed(0)
-        model = api(OURS).FSDP(Scaled(), use_orig_params=True, device_id=CPU)
+        gain = nn.Parameter(torch.tensor(2.0))
+        scaled = Composed(lambda m, x: m.inner(x) * m.gain, inner=nn.Linear(4, 4), gain=gain)
+        model = api(OURS).FSDP(scaled, use_orig_params=True, device_id=CPU)
         if hooked:
             model.register_comm_hook(default_hooks.DefaultState(dist.group.WORLD), default_hooks.reduce_scatter_hook)
         model(batch(rank, 0)[0]).square().mean().backward()
@@ -306,7 +258,8 @@ def fill_and_fail(model: nn.Module) -> None:
         raise ZeroDivisionError
 
 
-def summon(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_summon_full_params(rank: int, world_size: int) -> None:
     names = api(OURS)
     model = wrap(OURS, Setting())
     with names.FSDP.summon_full_params(model):
@@ -342,10 +295,6 @@ def summon(rank: int, world_size: int) -> None:
     assert not model.inp.weight.requires_grad
     model.inp.weight.requires_grad_(True)
     train(model, sgd(model), rank, range(1))
-
-
-def test_summon_full_params():
-    run_ranks(3, summon)
 
 
 # -- construction ------------------------------------------------------------------------------------------------------
@@ -393,7 +342,7 @@ def test_torchdistx_is_refused(rank: int, world_size: int) -> None:
 @on_ranks(2)
 def test_policies_and_enums_of_stock(rank: int, world_size: int) -> None:
     ours, theirs = api(OURS), api(STOCK)
-    mixed = wrap(OURS, Setting(), auto_wrap_policy=theirs.ModuleWrapPolicy({Block}))
+    mixed = wrap(OURS, Setting(), auto_wrap_policy=theirs.ModuleWrapPolicy({both.Block}))
     assert len(ours.FSDP.fsdp_modules(mixed)) == 3
     wrap(OURS, Setting(), sharding_strategy=theirs.ShardingStrategy.NO_SHARD, mixed_precision=theirs.MixedPrecision())
     linear = nn.Linear(2, 2)
@@ -411,7 +360,7 @@ def test_names_through_activation_checkpoint_wrappers(rank: int, world_size: int
         model.blocks[0] = checkpoint_wrapper(model.blocks[0])
         model = wrap(engine, Setting(), model)
         losses = train(model, sgd(model), rank, range(2))
-        assert isinstance(model.module, Model)
+        assert isinstance(model.module, both.Model)
         state = whole_state(engine, model)
         model.load_state_dict(state)
         seen[engine] = {"losses": torch.tensor(losses), **whole_state(engine, model)}
@@ -455,59 +404,38 @@ def test_errors_of_loading(rank: int, world_size: int) -> None:
 # -- order, moves, experts ---------------------------------------------------------------------------------------------
 
 
-class Experts(nn.Module):
-    """A mixture of experts: every rank runs both of them, in its own order if `reversed` is set."""
-
-    def __init__(self, fsdp: Any) -> None:
-        super().__init__()
-        self.gate = nn.Linear(4, 2)
-        self.experts = nn.ModuleList(fsdp(nn.Linear(4, 1), use_orig_params=True, device_id=CPU) for _ in range(2))
-        self.reversed = False
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weights = torch.softmax(self.gate(x), dim=-1)
-        order = [1, 0] if self.reversed else [0, 1]
-        return sum(weights[:, one : one + 1] * self.experts[one](x) for one in order)
-
-
 @on_ranks(2, isolated=True)
 def test_another_order_of_execution_is_reported(rank: int, world_size: int) -> None:
+    """Every rank runs both experts of a mixture, in its own order if `order` says so."""
     torch.manual_seed(0)
     fsdp = api(OURS).FSDP
     dist.set_debug_level(dist.DebugLevel.DETAIL)
-    try:
-        model = fsdp(Experts(fsdp), use_orig_params=True)
+    model = fsdp(
+        Composed(
+            lambda m, x: sum(torch.softmax(m.gate(x), -1)[:, one : one + 1] * m.experts[one](x) for one in m.order),
+            gate=nn.Linear(4, 2),
+            experts=nn.ModuleList(fsdp(nn.Linear(4, 1), use_orig_params=True, device_id=CPU) for _ in range(2)),
+            order=[0, 1],
+        ),
+        use_orig_params=True,
+    )
+    train(model, sgd(model), rank, range(1))
+    model.module.order = [rank, 1 - rank]
+    with pytest.raises(RuntimeError, match=r"experts\.[01]") as caught:
         train(model, sgd(model), rank, range(1))
-        model.module.reversed = rank == 1
-        with pytest.raises(RuntimeError, match=r"experts\.[01]") as caught:
-            train(model, sgd(model), rank, range(1))
-        assert "_fsdp_wrapped_module" not in str(caught.value)
-    finally:
-        dist.set_debug_level(dist.DebugLevel.OFF)
+    assert "_fsdp_wrapped_module" not in str(caught.value)
 
 
 # -- ties, calls inside contexts, groups that come and go --------------------------------------------------------------
 
 
-class TiedUnits(nn.Module):
-    """The embedding is a unit of its own, and its weight is the root's, too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.emb, self.mid, self.head = nn.Embedding(7, 4), nn.Linear(4, 4), nn.Linear(4, 7, bias=False)
-        self.head.weight = self.emb.weight
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.head(torch.tanh(self.mid(self.emb(tokens))))
-
-
 @on_ranks(2)
 def test_a_parameter_tied_across_units(rank: int, world_size: int) -> None:
-    names = api(OURS)
+    """The embedding is a unit of its own, and its weight is the root's, too."""
 
-    def start(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def start(seed: int) -> tuple[Any, torch.optim.Optimizer]:
         torch.manual_seed(seed)
-        model = wrap(OURS, Setting(), TiedUnits(), auto_wrap_policy=names.ModuleWrapPolicy({nn.Embedding}))
+        model = wrap(OURS, Setting(), both.Tied(), auto_wrap_policy=api(OURS).ModuleWrapPolicy({nn.Embedding}))
         return model, torch.optim.Adam(model.parameters())
 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -518,22 +446,17 @@ def test_a_parameter_tied_across_units(rank: int, world_size: int) -> None:
     model, optimizer = start(0)
     step(model, optimizer)
     expected = whole_state(OURS, model)
-    assert list(expected) == list(TiedUnits().state_dict())
-    for kind in ("FULL", "SHARDED", "LOCAL"):
-        with names.FSDP.state_dict_type(model, names.StateDictType[f"{kind}_STATE_DICT"]):
-            state, optim = model.state_dict(), names.FSDP.optim_state_dict(model, optimizer)
-        assert not any(isinstance(value, DTensor) for value in state.values()), kind
+    assert list(expected) == list(both.Tied().state_dict())
+    states = {kind: both.state_of(OURS, kind, model, optimizer) for kind in ("FULL", "SHARDED", "LOCAL")}
+    step(model, optimizer)
+    for kind, state in states.items():
+        assert not any(isinstance(value, DTensor) for value in state["model"].values()), kind
         other, its_optimizer = start(1)
-        with names.FSDP.state_dict_type(other, names.StateDictType[f"{kind}_STATE_DICT"]):
-            other.load_state_dict(state)
-            its_optimizer.load_state_dict(names.FSDP.optim_state_dict_to_load(other, its_optimizer, optim))
+        both.load_state(OURS, kind, other, its_optimizer, state)
         assert other.head.weight is other.emb.weight
         assert_same_tensors(expected, whole_state(OURS, other), rtol=0, atol=0)
         step(other, its_optimizer)
-        again, its_optimizer = start(0)
-        step(again, its_optimizer)
-        step(again, its_optimizer)
-        assert_same_tensors(whole_state(OURS, again), whole_state(OURS, other), **TOLERANCE)
+        assert_same_tensors(whole_state(OURS, model), whole_state(OURS, other), **TOLERANCE)
 
 
 @on_ranks(2)
@@ -562,9 +485,8 @@ def test_calls_inside_summon_full_params(rank: int, world_size: int) -> None:
 @on_ranks(2)
 def test_loading_files_of_which_one_is_wrong(rank: int, world_size: int) -> None:
     """One rank's file belongs to another run: every rank raises, and none waits for it."""
-    names = api(OURS)
     model = wrap(OURS, Setting())
-    with names.FSDP.state_dict_type(model, names.StateDictType.LOCAL_STATE_DICT):
+    with of_type(OURS, "LOCAL", model):
         state = model.state_dict()
         if rank == 1:
             state["blocks.0._flat_param"] = state["_flat_param"]

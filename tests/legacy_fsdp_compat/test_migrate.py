@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,18 +31,23 @@ from shardkit.legacy_fsdp_compat.migrate.command import main
 from shardkit.legacy_fsdp_compat.migrate.conversion import FORMATS, LOCAL, SHARDED
 from shardkit.legacy_fsdp_compat.migrate.rank_files import StoredShards, leaves_of_file
 from tests.legacy_fsdp_compat.both import (
-    OPTIMIZERS,
     OURS,
     STOCK,
     Setting,
-    api,
     build,
+    load_state,
     local_moments,
+    of_type,
+    shapes_of,
+    start,
+    state_of,
+    tensors_of,
     train,
     whole_state,
     wrap,
 )
 from tests.support import rank_mesh, run_ranks
+from tests.support.sharding import shard_each
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -64,24 +70,20 @@ class Written:
 
 def write(rank: int, world_size: int, engine: str, setting: Setting, directory: Path) -> tuple[Any, Any]:
     """Every kind of checkpoint of one run, each in a directory of its own. Returns weights and optimizer state."""
-    names = api(engine)
-    model = wrap(engine, setting)
-    optimizer = OPTIMIZERS[setting.optimizer](model.parameters())
+    model, optimizer = start(engine, setting, 0)
     train(model, optimizer, rank, range(2))
     for kind in KINDS:
-        name = kind.split("-")[0]
-        with names.FSDP.state_dict_type(model, names.StateDictType[f"{name}_STATE_DICT"]):
-            raw = kind == "LOCAL-RAW"
-            optim = optimizer.state_dict() if raw else names.FSDP.optim_state_dict(model, optimizer)
-            state = {"model": model.state_dict(), "optim": optim}
+        state = state_of(engine, kind.split("-")[0], model, optimizer)
         (directory / kind).mkdir(exist_ok=True)
+        if kind == "LOCAL-RAW":
+            state["optim"] = optimizer.state_dict()
         if kind == "SHARDED-DCP":
             dcp.save(state, checkpoint_id=directory / kind)
         elif kind != "FULL":
             torch.save(state, directory / kind / f"checkpoint-rank{rank}.pt")
         elif rank == 0:
             torch.save(state, directory / kind / "checkpoint.pt")
-    return whole_state(engine, model), local_moments(names, model, optimizer)
+    return whole_state(engine, model), local_moments(engine, model, optimizer)
 
 
 @pytest.fixture(scope="module")
@@ -100,10 +102,6 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Any:
         return made[key]
 
     return make
-
-
-def leaves_of(checkpoint: Any) -> dict[tuple[str, ...], Tensor]:
-    return {path: stored.read(0, stored.numel).view(stored.shape) for path, stored in checkpoint.tensors.items()}
 
 
 def assert_holds(found: dict[tuple[str, ...], Tensor], expected: Written, *, moments: bool) -> None:
@@ -136,10 +134,10 @@ def test_every_kind_of_stock_converts(
     assert checkpoint.world_size == (1 if kind == "FULL" else world_size)
     # Stock's full optimizer state has wrong values for exp_avg: there the file is the truth.
     right = not (kind == "FULL" and use_orig_params)
-    assert_holds(leaves_of(checkpoint), source, moments=right)
+    assert_holds(tensors_of(checkpoint), source, moments=right)
     convert(checkpoint, tmp_path / "out", to)
     back = open_checkpoint(tmp_path / "out")
-    assert_holds(leaves_of(back), source, moments=right)
+    assert_holds(tensors_of(back), source, moments=right)
     (groups,) = [value for path, value in back.objects.items() if path[-1] == "param_groups"]
     assert groups[0]["lr"] == 0.01
     assert sorted(groups[0]["params"]) == sorted(source.moments)
@@ -152,7 +150,7 @@ def test_every_kind_of_ours_converts(written: Any, kind: str, tmp_path: Path):
     source = written(OURS, True, 2)
     checkpoint = open_checkpoint(source.path / kind, shapes_of_file(source.path / "shapes.pt"))
     convert(checkpoint, tmp_path / "out", "dcp")
-    assert_holds(leaves_of(open_checkpoint(tmp_path / "out")), source, moments=True)
+    assert_holds(tensors_of(open_checkpoint(tmp_path / "out")), source, moments=True)
 
 
 def test_the_options_offer_every_format():
@@ -179,12 +177,9 @@ def load_sharded(rank: int, world_size: int, engine: str, directory: Path) -> tu
     """A DTensor model with its optimizer, on another number of ranks, from the converted directory."""
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-    fully_shard = stock_fsdp.fully_shard if engine == STOCK else shardkit.core.fully_shard
-    choose = PLACEMENTS.get(engine, lambda parameter: None)
     model = build(1)
-    for block in model.blocks:
-        fully_shard(block, shard_placement_fn=choose)
-    fully_shard(model, shard_placement_fn=choose)
+    chosen = {"shard_placement_fn": PLACEMENTS.get(engine, lambda parameter: None)}
+    shard_each(*model.blocks, model, api=stock_fsdp if engine == STOCK else shardkit.core, **chosen)
     optimizer = torch.optim.Adam(model.parameters())
     weights, optim = get_state_dict(model, optimizer)
     state = {"model": weights, "optim": optim}
@@ -224,26 +219,32 @@ class Interruption(Exception):
     pass
 
 
+def at_tensor(number: int, call: Callable[[], Any]) -> Callable[[int], None]:
+    """For `progress` of a conversion: makes the call when that many tensors were written, the first of them noted."""
+    seen = itertools.count(1)
+    return lambda nbytes: call() if next(seen) == number else None
+
+
+def interrupted(source: Path, out: Path, to: str, number: int) -> Path:
+    """A conversion that ends while it writes that tensor; returns its journal."""
+
+    def interrupt() -> None:
+        raise Interruption
+
+    with pytest.raises(Interruption):
+        convert(open_checkpoint(source), out, to, progress=at_tensor(number, interrupt))
+    assert not out.exists()
+    return out.with_name(f"{out.name}.partial") / "journal.jsonl"
+
+
 @pytest.mark.parametrize("to", ["dcp", "safetensors", "full"])
 def test_an_interrupted_conversion_goes_on(written: Any, to: str, tmp_path: Path):
     source = written(STOCK, False, 2)
-    checkpoint = open_checkpoint(source.path / "SHARDED")
-    seen = 0
-
-    def stop(nbytes: int) -> None:
-        nonlocal seen
-        seen += 1
-        if seen == 8:
-            raise Interruption
-
-    with pytest.raises(Interruption):
-        convert(checkpoint, tmp_path / "out", to, progress=stop)
-    assert not (tmp_path / "out").exists()
-    with (tmp_path / "out.partial" / "journal.jsonl").open("a") as journal:
+    with interrupted(source.path / "SHARDED", tmp_path / "out", to, 8).open("a") as journal:
         journal.write('{"name": "torn')  # the line that a power cut tears
     done = convert(open_checkpoint(source.path / "SHARDED"), tmp_path / "out", to)
     assert done.resumed == 7
-    assert_holds(leaves_of(open_checkpoint(tmp_path / "out")), source, moments=True)
+    assert_holds(tensors_of(open_checkpoint(tmp_path / "out")), source, moments=True)
     report = json.loads((tmp_path / "out" / "migration.json").read_text())
     assert {name: entry["sha256"] for name, entry in report["tensors"].items()} == done.hashes
 
@@ -251,76 +252,45 @@ def test_an_interrupted_conversion_goes_on(written: Any, to: str, tmp_path: Path
 def test_an_attempt_from_before_a_restart_of_the_system_is_not_believed(written: Any, tmp_path: Path):
     """Its journal may have reached the disk although the tensors that it lists have not."""
     source = written(STOCK, False, 2)
-
-    def stop(nbytes: int) -> None:
-        if len(journal.read_text().splitlines()) == 5:
-            raise Interruption
-
-    journal = tmp_path / "out.partial" / "journal.jsonl"
-    with pytest.raises(Interruption):
-        convert(open_checkpoint(source.path / "SHARDED"), tmp_path / "out", "full", progress=stop)
+    journal = interrupted(source.path / "SHARDED", tmp_path / "out", "full", 5)
     header, *entries = journal.read_text().splitlines()
     journal.write_text("\n".join([json.dumps(json.loads(header) | {"boot": "before"}), *entries, ""]))
     done = convert(open_checkpoint(source.path / "SHARDED"), tmp_path / "out", "full")
     assert entries and done.resumed == 0
-    assert_holds(leaves_of(open_checkpoint(tmp_path / "out")), source, moments=True)
+    assert_holds(tensors_of(open_checkpoint(tmp_path / "out")), source, moments=True)
 
 
-def test_an_attempt_of_another_source_is_not_taken_up(written: Any, tmp_path: Path):
-    source = written(STOCK, False, 2)
-    partial = tmp_path / "out.partial"
-    partial.mkdir()
-    (partial / "journal.jsonl").write_text('"another"\n')
-    with pytest.raises(CheckpointError, match="another source"):
-        convert(open_checkpoint(source.path / "SHARDED"), tmp_path / "out", "dcp")
-    (tmp_path / "there").mkdir()
-    with pytest.raises(CheckpointError, match="exists"):
-        convert(open_checkpoint(source.path / "SHARDED"), tmp_path / "there", "dcp")
-
-
-@pytest.mark.parametrize("what", ["source", "output"])
-def test_what_changed_between_two_attempts(what: str, tmp_path: Path):
-    """Either the source was replaced by another of the same size, or the output of the first attempt is gone."""
-    path, out, seen = tmp_path / "full.pt", tmp_path / "out", 0
-
-    def stop(nbytes: int) -> None:
-        nonlocal seen
-        seen += 1
-        if seen == 2:  # the first tensor is written, and noted
-            raise Interruption
-
+def test_what_changed_between_two_attempts(tmp_path: Path):
+    """The output of the first attempt is gone; or the source was replaced by another of the same size."""
+    path, out = tmp_path / "full.pt", tmp_path / "out"
     torch.save({"a": torch.ones(4), "b": torch.zeros(4)}, path)
-    with pytest.raises(Interruption):
-        convert(open_checkpoint(path), out, "safetensors", progress=stop)
-    if what == "source":
-        size = path.stat().st_size
-        torch.save({"a": torch.zeros(4), "b": torch.ones(4)}, path)
-        os.utime(path, ns=(1, 1))
-        assert path.stat().st_size == size
-        with pytest.raises(CheckpointError, match="another source"):
-            convert(open_checkpoint(path), out, "safetensors")
-    else:
-        (tmp_path / "out.partial" / "model.safetensors").unlink()
-        assert convert(open_checkpoint(path), out, "safetensors").resumed == 0
-        assert torch.equal(open_checkpoint(out).tensors["a",].read(0, 4), torch.ones(4))
+    interrupted(path, out, "safetensors", 2).with_name("model.safetensors").unlink()
+    assert convert(open_checkpoint(path), out, "safetensors").resumed == 0
+    assert torch.equal(open_checkpoint(out).tensors["a",].read(0, 4), torch.ones(4))
+    with pytest.raises(CheckpointError, match="exists"):
+        convert(open_checkpoint(path), out, "safetensors")
+    shutil.rmtree(out)
+    interrupted(path, out, "safetensors", 2)
+    size = path.stat().st_size
+    torch.save({"a": torch.zeros(4), "b": torch.ones(4)}, path)
+    os.utime(path, ns=(1, 1))
+    assert path.stat().st_size == size
+    with pytest.raises(CheckpointError, match="another source"):
+        convert(open_checkpoint(path), out, "safetensors")
 
 
 def test_damaged_output_is_noticed(written: Any, tmp_path: Path):
     checkpoint = open_checkpoint(written(STOCK, False, 2).path / "SHARDED")
-    count = len(checkpoint.tensors)
-    seen = 0
 
-    def damage(nbytes: int) -> None:
-        nonlocal seen
-        seen += 1
-        if seen == count:  # everything is written, nothing is read back
-            path = tmp_path / "out.partial" / "model.safetensors"
-            data = bytearray(path.read_bytes())
-            data[-5] ^= 1
-            path.write_bytes(data)
+    def damage() -> None:
+        path = tmp_path / "out.partial" / "model.safetensors"
+        data = bytearray(path.read_bytes())
+        data[-5] ^= 1
+        path.write_bytes(data)
 
+    written_but_not_read_back = at_tensor(len(checkpoint.tensors), damage)
     with pytest.raises(CheckpointError, match="reads back differently"):
-        convert(checkpoint, tmp_path / "out", "safetensors", progress=damage)
+        convert(checkpoint, tmp_path / "out", "safetensors", progress=written_but_not_read_back)
     assert not (tmp_path / "out").exists()
 
 
@@ -401,12 +371,11 @@ def test_shapes_of_another_model_name_the_file(tmp_path: Path):
 
 
 def write_two_groups(rank: int, world_size: int, directory: Path) -> None:
-    names = api(STOCK)
     model = wrap(STOCK, Setting())
     parameters = list(model.parameters())
     optimizer = torch.optim.Adam([{"params": parameters[1:]}, {"params": parameters[:1]}])
     train(model, optimizer, rank, range(1))
-    with names.FSDP.state_dict_type(model, names.StateDictType.LOCAL_STATE_DICT):
+    with of_type(STOCK, "LOCAL", model):
         state = {"model": model.state_dict(), "optim": optimizer.state_dict()}
     torch.save(state, directory / f"rank{rank}.pt")
 
@@ -414,7 +383,7 @@ def write_two_groups(rank: int, world_size: int, directory: Path) -> None:
 def test_numbers_that_tell_nothing_are_refused(tmp_path: Path):
     """With several groups, only the script knows the order of the parameters."""
     run_ranks(2, write_two_groups, tmp_path)
-    shapes = {name: tuple(value.shape) for name, value in build().state_dict().items()}
+    shapes = shapes_of(build())
     with pytest.raises(CheckpointError, match=r"in 2 groups.*optim_state_dict, which writes names"):
         open_checkpoint(tmp_path, shapes)
 
@@ -440,14 +409,9 @@ def test_code_in_pickles_is_refused(copied: Path, capsys: pytest.CaptureFixture[
 
 def load_rank_file(rank: int, world_size: int, engine: str, use_orig_params: bool, directory: Path) -> Any:
     """The parameters of a model that has loaded this rank's file, and the moments of its optimizer."""
-    names = api(engine)
-    model = wrap(engine, Setting(use_orig_params=use_orig_params, optimizer="adam"), build(1))
-    optimizer = OPTIMIZERS["adam"](model.parameters())
-    state = torch.load(directory / f"rank{rank}.pt", weights_only=False)
-    with names.FSDP.state_dict_type(model, names.StateDictType.SHARDED_STATE_DICT):
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(names.FSDP.optim_state_dict_to_load(model, optimizer, state["optim"]))
-    return whole_state(engine, model), local_moments(names, model, optimizer)
+    model, optimizer = start(engine, Setting(use_orig_params=use_orig_params, optimizer="adam"), 1)
+    load_state(engine, "SHARDED", model, optimizer, torch.load(directory / f"rank{rank}.pt", weights_only=False))
+    return whole_state(engine, model), local_moments(engine, model, optimizer)
 
 
 @pytest.mark.daily(ranks=[2, 3])
@@ -472,7 +436,7 @@ def test_rank_files_for_stock(
             source,
             moments=True,
         )
-    assert_holds(leaves_of(open_checkpoint(tmp_path / "out")), source, moments=True)
+    assert_holds(tensors_of(open_checkpoint(tmp_path / "out")), source, moments=True)
 
 
 def test_rank_files_by_command(written: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

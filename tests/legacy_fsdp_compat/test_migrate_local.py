@@ -1,5 +1,6 @@
 """Files of ranks that are easily misread: ties, alignment, two models, optimizers by number, hybrid runs, DTensors."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,65 +11,58 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from shardkit.legacy_fsdp_compat.migrate import CheckpointError, convert, open_checkpoint, shapes_of_file
-from tests.legacy_fsdp_compat.both import CPU, OURS, STOCK, api
+from shardkit.legacy_fsdp_compat.migrate import CheckpointError, convert, open_checkpoint
+from tests.legacy_fsdp_compat import both
+from tests.legacy_fsdp_compat.both import CPU, OURS, STOCK, api, of_type, shapes_of, tensors_of
 from tests.support import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.emb, self.mid, self.head = nn.Embedding(7, 4), nn.Linear(4, 4), nn.Linear(4, 7, bias=False)
-        self.head.weight = self.emb.weight
-        self.register_buffer("scale", torch.linspace(0.5, 1.5, 5))
+def tied() -> nn.Module:
+    model = both.Tied()
+    model.register_buffer("scale", torch.linspace(0.5, 1.5, 5))
+    return model
 
 
-class Two(nn.Module):
+def two() -> nn.Module:
     """A unit of one parameter, whose length no world size but 1 and 5 divides, around one of several."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Linear(5, 1, bias=False)
-        self.b = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 5))
+    return nn.ModuleDict({"a": nn.Linear(5, 1, bias=False), "b": nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 5))})
 
 
-class Pair(nn.Module):
+def pair() -> nn.Module:
     """12 and 4 elements: on 5 ranks alignments of 4 and of 8 elements pad to 20 elements alike."""
+    model = nn.Module()
+    model.w = nn.Parameter(torch.arange(12.0).view(6, 2))
+    model.b = nn.Parameter(100 + torch.arange(4.0))
+    return model
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.w, self.b = nn.Parameter(torch.arange(12.0).view(6, 2)), nn.Parameter(100 + torch.arange(4.0))
+
+GROUPS = [{"lr": 0.1, "params": list(two().state_dict())}]
 
 
-def build(kind: type[nn.Module]) -> nn.Module:
+def build(kind: Callable[[], nn.Module]) -> nn.Module:
     torch.manual_seed(0)
     return kind()
 
 
-def wrapped(kind: type[nn.Module], use_orig_params: bool, engine: str = STOCK, **arguments: Any) -> nn.Module:
+def wrapped(kind: Callable[[], nn.Module], use_orig_params: bool, engine: str = STOCK, **arguments: Any) -> nn.Module:
     names = api(engine)
     policy = names.ModuleWrapPolicy({nn.Sequential})
     return names.FSDP(build(kind), auto_wrap_policy=policy, use_orig_params=use_orig_params, device_id=CPU, **arguments)
 
 
-def local_state(model: nn.Module) -> dict[str, Any]:
-    names = api(STOCK)
-    with names.FSDP.state_dict_type(model, names.StateDictType.LOCAL_STATE_DICT):
+def local_state(model: nn.Module, engine: str = STOCK) -> dict[str, Any]:
+    with of_type(engine, "LOCAL", model):
         return model.state_dict()
 
 
 def whole(checkpoint: Any, *base: Any) -> dict[str, torch.Tensor]:
     """The tensors right below `base`."""
-    return {
-        path[-1]: one.read(0, one.numel).view(one.shape)
-        for path, one in checkpoint.tensors.items()
-        if path[:-1] == base
-    }
+    return {path[0]: value for path, value in tensors_of(checkpoint, *base).items() if len(path) == 1}
 
 
-def assert_is(found: dict[str, torch.Tensor], kind: type[nn.Module], factor: float = 1.0) -> None:
+def assert_is(found: dict[str, torch.Tensor], kind: Callable[[], nn.Module], factor: float = 1.0) -> None:
     expected = build(kind).state_dict()
     assert list(found) == list(expected)
     for name, value in expected.items():
@@ -77,37 +71,30 @@ def assert_is(found: dict[str, torch.Tensor], kind: type[nn.Module], factor: flo
 
 def write(rank: int, world_size: int, what: str, use_orig_params: bool, directory: Path) -> None:
     """One rank's file."""
-    names = api(STOCK)
     state: dict[str, Any]
     if what == "ties":
-        state = {"model": local_state(wrapped(Tied, use_orig_params))}
+        state = {"model": local_state(wrapped(tied, use_orig_params))}
     elif what == "buffers":
-        model = wrapped(Tied, use_orig_params)
+        model = wrapped(tied, use_orig_params)
         model.scale.fill_(rank)
         state = {"model": local_state(model)}
     elif what == "alignment":
-        mixed = names.MixedPrecision(param_dtype=torch.bfloat16)
-        state = local_state(wrapped(Pair, use_orig_params, mixed_precision=mixed))
+        mixed = api(STOCK).MixedPrecision(param_dtype=torch.bfloat16)
+        state = local_state(wrapped(pair, use_orig_params, mixed_precision=mixed))
     elif what == "two models":
-        model, average = wrapped(Two, use_orig_params), wrapped(Two, use_orig_params)
+        model, average = wrapped(two, use_orig_params), wrapped(two, use_orig_params)
         with torch.no_grad():
             for parameter in average.parameters():
                 parameter.mul_(-2)
         state = {"model": local_state(model), "ema": local_state(average)}
     elif what == "hybrid":
         pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-        ours = api(OURS)  # stock writes none in groups of some ranks
-        model = wrapped(Two, use_orig_params, engine=OURS, process_group=pairs[rank % 2])
-        with ours.FSDP.state_dict_type(model, ours.StateDictType.LOCAL_STATE_DICT):
-            state = model.state_dict()
+        # stock writes none in groups of some ranks
+        state = local_state(wrapped(two, use_orig_params, OURS, process_group=pairs[rank % 2]), OURS)
     elif what == "names":
-        groups = [{"lr": 0.1, "params": list(build(Two).state_dict())}]
-        state = {
-            "model": local_state(wrapped(Two, use_orig_params)),
-            "optim": {"state": {}, "param_groups": groups},
-        }
+        state = {"model": local_state(wrapped(two, use_orig_params)), "optim": {"state": {}, "param_groups": GROUPS}}
     else:
-        model = wrapped(Two, use_orig_params)
+        model = wrapped(two, use_orig_params)
         kind = "adam" if what == "two dtypes" else what
         state = {"model": local_state(model), "optim": optimizer_state(kind, list(model.parameters()))}
         if what == "two dtypes" and rank == 1:
@@ -121,8 +108,8 @@ def write_dtensors(rank: int, world_size: int, engine: str, hybrid: bool, direct
     names = api(engine)
     mesh = init_device_mesh("cpu", (2, 2) if hybrid else (world_size,))
     strategy = names.ShardingStrategy["HYBRID_SHARD" if hybrid else "FULL_SHARD"]
-    model = names.FSDP(build(Two), device_mesh=mesh, use_orig_params=True, device_id=CPU, sharding_strategy=strategy)
-    with names.FSDP.state_dict_type(model, names.StateDictType.SHARDED_STATE_DICT):
+    model = names.FSDP(build(two), device_mesh=mesh, use_orig_params=True, device_id=CPU, sharding_strategy=strategy)
+    with of_type(engine, "SHARDED", model):
         state: dict[str, Any] = {"model": model.state_dict()}
     assert isinstance(state["model"]["a.weight"], DTensor)
     if engine == OURS:
@@ -135,9 +122,9 @@ def test_files_with_dtensors(engine: str, hybrid: bool, tmp_path: Path):
     run_ranks(4 if hybrid else 3, write_dtensors, engine, hybrid, tmp_path)
     convert(open_checkpoint(tmp_path), tmp_path / "out", "full")
     checkpoint = open_checkpoint(tmp_path / "out")
-    assert_is(whole(checkpoint, "model"), Two)
+    assert_is(whole(checkpoint, "model"), two)
     if engine == OURS:
-        for number, value in enumerate(build(Two).state_dict().values()):
+        for number, value in enumerate(build(two).state_dict().values()):
             assert torch.equal(whole(checkpoint, "optim", "state", number)["exp_avg"], 2 * value)
     (tmp_path / "rank1.pt").unlink()
     if hybrid:
@@ -149,11 +136,10 @@ def test_files_with_dtensors(engine: str, hybrid: bool, tmp_path: Path):
 @pytest.mark.parametrize("use_orig_params", [True, False])
 def test_ties(use_orig_params: bool, tmp_path: Path):
     run_ranks(3, write, "ties", use_orig_params, tmp_path)
-    torch.save(build(Tied).state_dict(), tmp_path / "shapes.pth")
-    shapes = shapes_of_file(tmp_path / "shapes.pth")
+    shapes = shapes_of(build(tied)) | {"head.weight": "emb.weight"}
     files = sorted(tmp_path.glob("*.pt"))
     convert(open_checkpoint(files, shapes), tmp_path / "out", "full")
-    assert_is(whole(open_checkpoint(tmp_path / "out"), "model"), Tied)
+    assert_is(whole(open_checkpoint(tmp_path / "out"), "model"), tied)
     unknown = {name: shape for name, shape in shapes.items() if name != "head.weight"}
     if use_orig_params:
         with pytest.raises(CheckpointError, match=r"\['head.weight'\] beside .* tied"):
@@ -168,16 +154,15 @@ def test_ties(use_orig_params: bool, tmp_path: Path):
 def test_alignment_that_fits_by_chance(tmp_path: Path):
     """Mixed precision aligns by its own dtype, which the file does not name."""
     run_ranks(5, write, "alignment", True, tmp_path)
-    assert_is(whole(open_checkpoint(tmp_path, {"w": (6, 2), "b": (4,)})), Pair)
+    assert_is(whole(open_checkpoint(tmp_path, {"w": (6, 2), "b": (4,)})), pair)
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
 def test_two_models_in_a_file(use_orig_params: bool, tmp_path: Path):
     run_ranks(2, write, "two models", use_orig_params, tmp_path)
-    shapes = {name: tuple(value.shape) for name, value in build(Two).state_dict().items()}
-    checkpoint = open_checkpoint(tmp_path, shapes)
-    assert_is(whole(checkpoint, "model"), Two)
-    assert_is(whole(checkpoint, "ema"), Two, -2.0)
+    checkpoint = open_checkpoint(tmp_path, shapes_of(build(two)))
+    assert_is(whole(checkpoint, "model"), two)
+    assert_is(whole(checkpoint, "ema"), two, -2.0)
 
 
 def optimizer_state(kind: str, parameters: list[nn.Parameter]) -> dict[str, Any]:
@@ -196,8 +181,8 @@ def optimizer_state(kind: str, parameters: list[nn.Parameter]) -> dict[str, Any]
 @pytest.mark.parametrize(("optimizer", "use_orig_params"), [("sgd", True), ("adam", True), ("adam", False)])
 def test_state_by_number(optimizer: str, use_orig_params: bool, tmp_path: Path):
     run_ranks(3, write, optimizer, use_orig_params, tmp_path)
-    expected = build(Two).state_dict()
-    checkpoint = open_checkpoint(tmp_path, {name: tuple(value.shape) for name, value in expected.items()})
+    expected = build(two).state_dict()
+    checkpoint = open_checkpoint(tmp_path, shapes_of(build(two)))
     convert(checkpoint, tmp_path / "out", "full")
     found = torch.load(tmp_path / "out" / "checkpoint.pt", weights_only=True)["optim"]
     assert found["param_groups"][0]["params"] == list(expected)
@@ -214,28 +199,26 @@ def test_state_by_number(optimizer: str, use_orig_params: bool, tmp_path: Path):
 def test_state_of_two_dtypes(use_orig_params: bool, tmp_path: Path):
     """Whichever dtype were assumed, one rank's values would be wrong."""
     run_ranks(2, write, "two dtypes", use_orig_params, tmp_path)
-    shapes = {name: tuple(value.shape) for name, value in build(Two).state_dict().items()}
     of_both = r"'optim.state.0.exp_avg' is of torch.float32 in .*rank0.pt and torch.bfloat16 in .*rank1.pt"
     with pytest.raises(CheckpointError, match=of_both):
-        open_checkpoint(tmp_path, shapes)
+        open_checkpoint(tmp_path, shapes_of(build(two)))
 
 
 def test_state_by_name_of_an_optimizer_without_any(tmp_path: Path):
     run_ranks(2, write, "names", True, tmp_path)
-    checkpoint = open_checkpoint(tmp_path, {name: tuple(v.shape) for name, v in build(Two).state_dict().items()})
-    groups = [{"lr": 0.1, "params": list(build(Two).state_dict())}]
-    assert checkpoint.objects == {("optim", "state"): {}, ("optim", "param_groups"): groups}
+    checkpoint = open_checkpoint(tmp_path, shapes_of(build(two)))
+    assert checkpoint.objects == {("optim", "state"): {}, ("optim", "param_groups"): GROUPS}
 
 
 def test_files_of_a_hybrid_run(tmp_path: Path):
     """Ranks 1 and 3 shard, and 0 and 2: one group's files are the checkpoint."""
     run_ranks(4, write, "hybrid", False, tmp_path)
-    shapes = {name: tuple(value.shape) for name, value in build(Two).state_dict().items()}
+    shapes = shapes_of(build(two))
     files = [tmp_path / f"rank{rank}.pt" for rank in range(4)]
     for chosen in (files, files[1::2]):
         checkpoint = open_checkpoint(chosen, shapes)
         assert checkpoint.world_size == 2
-        assert_is(whole(checkpoint), Two)
+        assert_is(whole(checkpoint), two)
     with pytest.raises(CheckpointError, match="there is no file of rank 3"):
         open_checkpoint([files[1]], shapes)
 
@@ -243,7 +226,7 @@ def test_files_of_a_hybrid_run(tmp_path: Path):
 def test_buffers_that_differ_from_rank_to_rank(tmp_path: Path):
     """Buffers may differ by rank, as batch norm's do. The first rank's count, as in stock's full state dict."""
     run_ranks(2, write, "buffers", True, tmp_path)
-    torch.save(build(Tied).state_dict(), tmp_path / "shapes.pth")
-    checkpoint = open_checkpoint(sorted(tmp_path.glob("*.pt")), shapes_of_file(tmp_path / "shapes.pth"))
+    shapes = shapes_of(build(tied)) | {"head.weight": "emb.weight"}
+    checkpoint = open_checkpoint(sorted(tmp_path.glob("*.pt")), shapes)
     assert not whole(checkpoint, "model")["scale"].any()
     assert "'model.scale' differs from rank to rank" in checkpoint.notes[0]

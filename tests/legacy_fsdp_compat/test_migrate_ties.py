@@ -18,30 +18,25 @@ from shardkit.legacy_fsdp_compat.migrate import (
     wrapping_of_model,
 )
 from shardkit.legacy_fsdp_compat.migrate.command import main
-from tests.legacy_fsdp_compat.both import CPU, OURS, STOCK, api, records, whole_state
+from tests.legacy_fsdp_compat.both import CPU, OURS, STOCK, api, load_state, records, state_of, whole_state
 from tests.support import run_ranks
+from tests.support.models import Composed
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-class Net(nn.Module):
+def net() -> nn.Module:
     """One weight of three modules, two of which are in one unit."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.emb, self.mid = nn.Embedding(7, 4), nn.Linear(4, 4)
-        self.head, self.other = nn.Linear(4, 7, bias=False), nn.Linear(4, 7, bias=False)
-        self.head.weight = self.other.weight = self.emb.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.mid(self.emb(x))
-        return self.head(x) + 2 * self.other(x)
+    emb, head, other = nn.Embedding(7, 4), nn.Linear(4, 7, bias=False), nn.Linear(4, 7, bias=False)
+    head.weight = other.weight = emb.weight
+    run = lambda m, x: m.head(m.mid(m.emb(x))) + 2 * m.other(m.mid(m.emb(x)))  # noqa: E731
+    return Composed(run, emb=emb, mid=nn.Linear(4, 4), head=head, other=other)
 
 
 def build(engine: str = OURS) -> tuple[nn.Module, dict[str, Any]]:
     """For --model, and with stock's policy."""
     torch.manual_seed(0)
-    return Net(), {"auto_wrap_policy": api(engine).ModuleWrapPolicy({nn.Embedding})}
+    return net(), {"auto_wrap_policy": api(engine).ModuleWrapPolicy({nn.Embedding})}
 
 
 def with_original_parameters() -> tuple[nn.Module, dict[str, Any]]:
@@ -69,27 +64,20 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: 
 
 def write(rank: int, world_size: int, directory: Path) -> Any:
     """Stock's LOCAL file after two steps; returns the losses of two more, and the whole weights before."""
-    names = api(STOCK)
     model, optimizer = wrapped()
     train(model, optimizer, rank, range(2))
-    with names.FSDP.state_dict_type(model, names.StateDictType.LOCAL_STATE_DICT):
-        state = {"model": model.state_dict(), "optim": names.FSDP.optim_state_dict(model, optimizer)}
-    torch.save(state, directory / f"rank{rank}.pt")
+    torch.save(state_of(STOCK, "LOCAL", model, optimizer), directory / f"rank{rank}.pt")
     weights = whole_state(STOCK, model)
     return train(model, optimizer, rank, range(2, 4)), weights
 
 
 def load(rank: int, world_size: int, directories: list[Path]) -> Any:
     """Losses of stock after each directory's file, and the whole weights before; the optimizer is loaded if there."""
-    names = api(STOCK)
     results = []
     for directory in directories:
         model, optimizer = wrapped()
         state = torch.load(directory / f"rank{rank}.pt", weights_only=False)
-        with names.FSDP.state_dict_type(model, names.StateDictType.LOCAL_STATE_DICT):
-            model.load_state_dict(state["model"])
-            if "optim" in state:
-                optimizer.load_state_dict(names.FSDP.optim_state_dict_to_load(model, optimizer, state["optim"]))
+        load_state(STOCK, "LOCAL", model, optimizer, state)
         weights = whole_state(STOCK, model)
         results.append((train(model, optimizer, rank, range(2, 4)), weights))
     return results
@@ -162,7 +150,7 @@ def test_values_that_no_file_could_keep(tmp_path: Path):
     with pytest.raises(CheckpointError, match=r"'optim.state.emb.weight' alone; .*\(--without optim\)"):
         into(tmp_path / "state.pt", tmp_path / "no", False, policy)
     shapes = {name: tuple(value.shape) for name, value in state.items()}
-    separate = Net()
+    separate = net()
     separate.head.weight, separate.other.weight = (nn.Parameter(n * separate.emb.weight.detach()) for n in (2, 3))
     torch.save(separate.state_dict(), tmp_path / "separate.pt")
     wrapping = wrapping_of_model(separate, {"use_orig_params": True})

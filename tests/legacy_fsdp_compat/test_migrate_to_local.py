@@ -29,8 +29,10 @@ from tests.legacy_fsdp_compat.both import (
     STOCK,
     Block,
     api,
+    load_state,
     local_moments,
     records,
+    state_of,
     train,
     whole_state,
 )
@@ -81,15 +83,13 @@ def wrapped(engine: str, kind: str, use_orig_params: bool, seed: int, mixed: boo
 
 def write(rank: int, world_size: int, kind: str, use_orig_params: bool, mixed: bool, directory: Path) -> Any:
     """Stock's LOCAL file after two steps, and the model's shapes; returns the state."""
-    names = api(STOCK)
     model, optimizer = wrapped(STOCK, kind, use_orig_params, 0, mixed)
     train(model, optimizer, rank, range(2))
-    with names.FSDP.state_dict_type(model, names.StateDictType.LOCAL_STATE_DICT):
-        state = {"model": model.state_dict(), "optim": names.FSDP.optim_state_dict(model, optimizer), "step": 2}
+    state = state_of(STOCK, "LOCAL", model, optimizer) | {"step": 2}
     (directory / "local").mkdir(exist_ok=True)
     torch.save(state, directory / "local" / f"rank{rank}.pt")
     # Copies, as of ignored parameters it is the optimizer's own state.
-    weights, moments = whole_state(STOCK, model), copy.deepcopy(local_moments(names, model, optimizer))
+    weights, moments = whole_state(STOCK, model), copy.deepcopy(local_moments(STOCK, model, optimizer))
     if rank == 0:
         torch.save(build(kind, 0).state_dict(), directory / "shapes.pt")
     return weights, moments
@@ -164,27 +164,16 @@ def factory(kind: str, use_orig_params: bool, mixed: bool) -> tuple[nn.Module, d
 
 def load(rank: int, world_size: int, engine: str, kind: str, use_orig_params: bool, directory: Path) -> Any:
     """Loads this rank's file. Returns the losses of further steps, and the loaded values."""
-    names = api(engine)
     model, optimizer = wrapped(engine, kind, use_orig_params, 1)
-    state = torch.load(directory / f"rank{rank}.pt", weights_only=False)
-    with names.FSDP.state_dict_type(model, names.StateDictType.LOCAL_STATE_DICT):
-        # Stock cannot load a LOCAL state dict that it wrote with use_orig_params=True in strict mode.
-        strict = engine == OURS or not use_orig_params
-        found = model.load_state_dict(state["model"], strict=strict)
-        assert all(name.endswith("_flat_param") for name in found.unexpected_keys)
-        assert not found.missing_keys
-        optimizer.load_state_dict(names.FSDP.optim_state_dict_to_load(model, optimizer, state["optim"]))
-    weights, moments = whole_state(engine, model), copy.deepcopy(local_moments(names, model, optimizer))
+    load_state(engine, "LOCAL", model, optimizer, torch.load(directory / f"rank{rank}.pt", weights_only=False))
+    weights, moments = whole_state(engine, model), copy.deepcopy(local_moments(engine, model, optimizer))
     return train(model, optimizer, rank, range(2, 4)), weights, moments
 
 
 def load_full(rank: int, world_size: int, kind: str, use_orig_params: bool, path: Path) -> list[float]:
     """Losses of stock after one full file."""
-    names = api(STOCK)
     model, optimizer = wrapped(STOCK, kind, use_orig_params, 1)
-    state = torch.load(path, weights_only=True)
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(names.FSDP.optim_state_dict_to_load(model, optimizer, state["optim"]))
+    load_state(STOCK, "FULL", model, optimizer, torch.load(path, weights_only=True))
     return train(model, optimizer, rank, range(2, 4))
 
 
@@ -212,12 +201,9 @@ def test_stock_goes_on_from_what_was_written(
 
 def write_sharded(rank: int, world_size: int, directory: Path) -> None:
     """Stock's SHARDED file after a step."""
-    names = api(STOCK)
     model, optimizer = wrapped(STOCK, "tied", True, 0)
     train(model, optimizer, rank, range(1))
-    with names.FSDP.state_dict_type(model, names.StateDictType.SHARDED_STATE_DICT):
-        state = {"model": model.state_dict(), "optim": names.FSDP.optim_state_dict(model, optimizer)}
-    torch.save(state, directory / f"rank{rank}.pt")
+    torch.save(state_of(STOCK, "SHARDED", model, optimizer), directory / f"rank{rank}.pt")
 
 
 def test_sharded_files_have_ignored_parameters_whole(tmp_path: Path):

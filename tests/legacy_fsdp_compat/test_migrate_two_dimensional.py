@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from shardkit.legacy_fsdp_compat.migrate import CheckpointError, convert, open_checkpoint
 from shardkit.legacy_fsdp_compat.migrate.rank_files import Box, from_boxes
 from shardkit.tp_adapter.extensions import DTensorExtensions
-from tests.legacy_fsdp_compat.both import CPU, OURS, STOCK, api
+from tests.legacy_fsdp_compat.both import CPU, OURS, STOCK, api, state_of, tensors_of
 from tests.legacy_fsdp_compat.tensor_parallel import Pair, adam, batch
 from tests.support import run_ranks
 from tests.support.meshes import rank_mesh
@@ -46,18 +46,13 @@ def write(rank: int, world_size: int, engine: str, hidden: int, use_orig_params:
         optimizer.zero_grad()
         model(batch(mesh.get_coordinate()[0], step)).square().mean().backward()
         optimizer.step()
-    with names.FSDP.state_dict_type(model, names.StateDictType.SHARDED_STATE_DICT):
-        state = {"model": model.state_dict(), "optim": names.FSDP.optim_state_dict(model, optimizer)}
+    state = state_of(engine, "SHARDED", model, optimizer)
     (directory / "ranks").mkdir(exist_ok=True)
     torch.save(state, directory / "ranks" / f"rank{rank}.pt")
     dcp.save(state, checkpoint_id=directory / "dcp")
     values = {("model", name): value for name, value in state["model"].items()}
     values |= {("optim", "state", name, k): v for name, vs in state["optim"]["state"].items() for k, v in vs.items()}
     return {path: one.full_tensor() if isinstance(one, DTensor) else one for path, one in values.items()}
-
-
-def values_of(checkpoint: Any) -> dict[Any, torch.Tensor]:
-    return {path: one.read(0, one.numel).view(one.shape) for path, one in checkpoint.tensors.items()}
 
 
 def assert_same(found: dict[Any, torch.Tensor], expected: dict[Any, torch.Tensor]) -> None:
@@ -77,10 +72,10 @@ def test_dtensors_on_two_axes(engine: str, hidden: int, use_orig_params: bool, t
     for number, kind in enumerate(("ranks", "dcp")):
         checkpoint = open_checkpoint(tmp_path / kind)
         assert checkpoint.notes == []
-        assert_same(values_of(checkpoint), expected)
+        assert_same(tensors_of(checkpoint), expected)
         for to in ("full", "safetensors", "dcp")[number::2]:
             convert(checkpoint, tmp_path / f"{kind}-{to}", to)
-            assert_same(values_of(open_checkpoint(tmp_path / f"{kind}-{to}")), expected)
+            assert_same(tensors_of(open_checkpoint(tmp_path / f"{kind}-{to}")), expected)
     (tmp_path / "ranks" / "rank2.pt").unlink()
     with pytest.raises(CheckpointError, match=r"written by ranks \[0, 1, 2, 3\], but there is no file of rank 2"):
         open_checkpoint(tmp_path / "ranks")
@@ -113,9 +108,9 @@ def test_sharded_tensors_in_sharded_tensors(kind: str, tmp_path: Path):
     expected["model", "apart"] = torch.arange(6.0).view(3, 2)
     checkpoint = open_checkpoint(tmp_path / kind)
     assert checkpoint.notes == []
-    assert_same(values_of(checkpoint), expected)
+    assert_same(tensors_of(checkpoint), expected)
     convert(checkpoint, tmp_path / "out", "full")
-    assert_same(values_of(open_checkpoint(tmp_path / "out")), expected)
+    assert_same(tensors_of(open_checkpoint(tmp_path / "out")), expected)
     if kind == "ranks":
         (tmp_path / "ranks" / "rank3.pt").unlink()
         with pytest.raises(CheckpointError, match="there is no file of rank 3"):
@@ -129,7 +124,7 @@ def test_what_tensor_parallelism_replicates_and_is_not_the_same(tmp_path: Path):
     """Like stock's full state dict, the output has the first rank's value, and a note says so."""
     run_ranks(4, write_nested, True, tmp_path)
     checkpoint = open_checkpoint(tmp_path / "ranks")
-    assert torch.equal(values_of(checkpoint)["model", "whole"], torch.arange(35.0).view(7, 5))
+    assert torch.equal(tensors_of(checkpoint)["model", "whole"], torch.arange(35.0).view(7, 5))
     notes = [f"'model.whole' differs between {tmp_path}/ranks/rank{rank}.pt and" for rank in (0, 2)]
     assert [note.partition(" and ")[0] + " and" for note in checkpoint.notes] == notes
 

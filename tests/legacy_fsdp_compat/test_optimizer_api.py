@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from tests.legacy_fsdp_compat.both import (
     OURS,
     STOCK,
+    TOLERANCE,
     Setting,
     api,
     assert_same_tensors,
@@ -24,8 +25,6 @@ from tests.legacy_fsdp_compat.both import (
 from tests.support import on_ranks, run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:

@@ -15,6 +15,7 @@ from tests.legacy_fsdp_compat.both import (
     OPTIMIZERS,
     OURS,
     STOCK,
+    TOLERANCE,
     Block,
     Setting,
     api,
@@ -30,8 +31,6 @@ from tests.legacy_fsdp_compat.both import (
 from tests.support import on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
 
 
 # -- optimizers --------------------------------------------------------------------------------------------------------

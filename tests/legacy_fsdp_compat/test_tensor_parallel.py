@@ -8,14 +8,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from tests.legacy_fsdp_compat.both import CPU, OURS, api, assert_same_tensors
+from tests.legacy_fsdp_compat.both import CPU, OURS, TOLERANCE, api, assert_same_tensors
 from tests.legacy_fsdp_compat.tensor_parallel import Pair, adam, batch
 from tests.support import on_ranks
 from tests.support.meshes import rank_mesh
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
 
 
 def build(seed: int) -> nn.Module:

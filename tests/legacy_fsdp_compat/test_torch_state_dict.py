@@ -18,12 +18,22 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from tests.legacy_fsdp_compat.both import OPTIMIZERS, OURS, STOCK, Setting, api, build, train, whole_state, wrap
+from tests.legacy_fsdp_compat.both import (
+    OPTIMIZERS,
+    OURS,
+    STOCK,
+    TOLERANCE,
+    Setting,
+    api,
+    build,
+    train,
+    whole_state,
+    wrap,
+)
 from tests.support import on_ranks, run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
 WHOLE = StateDictOptions(full_state_dict=True)
 
 

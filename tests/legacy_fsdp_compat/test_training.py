@@ -7,6 +7,7 @@ from tests.legacy_fsdp_compat.both import (
     OPTIMIZERS,
     OURS,
     STOCK,
+    TOLERANCE,
     Setting,
     assert_same_tensors,
     loss_of,
@@ -28,8 +29,6 @@ SETTINGS = [
     (Setting(optimizer="momentum"), 1),
     (Setting(optimizer="momentum"), 4),
 ]
-# Three ranks and more add in an order of gloo's own.
-TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
 
 
 def trains_alike(rank: int, world_size: int, setting: Setting) -> None:
