@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,21 +13,11 @@ from torch.utils.checkpoint import checkpoint
 
 from shardkit.core import CompressionPolicy, CPUOffloadPolicy, fully_shard
 from shardkit.tools import Policies, TrainingJob
+from tests.support.models import Attention, Composed
+from tests.support.sharding import shard_each
 from tests.tools.llama_shaped import LlamaShaped
 
 WIDTH, BATCH, SEQUENCE, VOCABULARY = 96, 4, 32, 301
-
-
-class Mixer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, sequence, _ = x.shape
-        q, k, v = self.qkv(x).view(batch, sequence, 3, 4, -1).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(mixed.transpose(1, 2).reshape(batch, sequence, WIDTH))
 
 
 class FeedForward(nn.Module):
@@ -38,23 +29,20 @@ class FeedForward(nn.Module):
         return self.down(F.gelu(self.up(x)))
 
 
-class Experts(nn.Module):
+def experts() -> nn.Module:
     """Every token goes to every expert, weighted: routing whose shapes no data decides."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.router = nn.Linear(WIDTH, 3)
-        self.experts = nn.ModuleList(FeedForward() for _ in range(3))
+    def run(m: Any, x: Tensor) -> Tensor:
+        weights = m.router(x).softmax(-1)
+        return sum(expert(x) * weights[..., i : i + 1] for i, expert in enumerate(m.experts))
 
-    def forward(self, x: Tensor) -> Tensor:
-        weights = self.router(x).softmax(-1)
-        return sum(expert(x) * weights[..., i : i + 1] for i, expert in enumerate(self.experts))
+    return Composed(run, router=nn.Linear(WIDTH, 3), experts=nn.ModuleList(FeedForward() for _ in range(3)))
 
 
 class Layer(nn.Module):
     def __init__(self, inner: Callable[[], nn.Module] = FeedForward, dropout: float = 0.0) -> None:
         super().__init__()
-        self.norm1, self.mixer = nn.LayerNorm(WIDTH), Mixer()
+        self.norm1, self.mixer = nn.LayerNorm(WIDTH), Attention(WIDTH, 4)
         self.norm2, self.inner = nn.LayerNorm(WIDTH), inner()
         self.dropout = nn.Dropout(dropout)
 
@@ -80,31 +68,24 @@ class GPT(nn.Module):
         return self.head(self.norm(x))
 
 
-class ConvNet(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(3, 32, 3, padding=1)
-        self.stages = nn.ModuleList(
-            nn.Sequential(nn.Conv2d(width, 2 * width, 3, stride=2, padding=1), nn.BatchNorm2d(2 * width), nn.ReLU())
-            for width in (32, 64, 128)
-        )
-        self.head = nn.Linear(256, 10)
-
-    def forward(self, images: Tensor) -> Tensor:
-        x = self.stem(images)
-        for stage in self.stages:
+def convnet() -> nn.Module:
+    def run(m: Any, x: Tensor) -> Tensor:
+        x = m.stem(x)
+        for stage in m.stages:
             x = stage(x)
-        return self.head(F.adaptive_avg_pool2d(x, 1).flatten(1))
+        return m.head(F.adaptive_avg_pool2d(x, 1).flatten(1))
+
+    stages = nn.ModuleList(
+        nn.Sequential(nn.Conv2d(width, 2 * width, 3, stride=2, padding=1), nn.BatchNorm2d(2 * width), nn.ReLU())
+        for width in (32, 64, 128)
+    )
+    return Composed(run, stem=nn.Conv2d(3, 32, 3, padding=1), stages=stages, head=nn.Linear(256, 10))
 
 
-class LoRA(nn.Module):
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        self.a, self.b = nn.Linear(base.in_features, 4, bias=False), nn.Linear(4, base.out_features, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + self.b(self.a(x))
+def adapted(base: nn.Linear) -> nn.Module:
+    """A frozen layer with LoRA's two beside it."""
+    a, b = nn.Linear(base.in_features, 4, bias=False), nn.Linear(4, base.out_features, bias=False)
+    return Composed(lambda m, x: m.base(x) + m.b(m.a(x)), base=base.requires_grad_(False), a=a, b=b)
 
 
 def tokens() -> Tensor:
@@ -123,33 +104,27 @@ def lora() -> nn.Module:
     model = GPT()
     model.requires_grad_(False)
     for layer in model.layers:
-        layer.inner.up, layer.inner.down = LoRA(layer.inner.up), LoRA(layer.inner.down)
+        layer.inner.up, layer.inner.down = adapted(layer.inner.up), adapted(layer.inner.down)
     return model
 
 
 def two_dimensions(mesh: DeviceMesh) -> nn.Module:
     """Tensor-parallel feed-forward layers over the second axis, sharded over the first."""
     model = GPT()
-    plan = {"inner.up": ColwiseParallel(), "inner.down": RowwiseParallel()}
     for layer in model.layers:
-        parallelize_module(layer, mesh["tp"], plan)
-        fully_shard(layer, mesh=mesh["dp"])
-    return fully_shard(model, mesh=mesh["dp"])
+        parallelize_module(layer, mesh["tp"], {"inner.up": ColwiseParallel(), "inner.down": RowwiseParallel()})
+    return shard_each(*model.layers, model, mesh=mesh["dp"])
 
 
 def offloaded(mesh: DeviceMesh) -> nn.Module:
     model = GPT()
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh, offload_policy=CPUOffloadPolicy())
-    return fully_shard(model, mesh=mesh, offload_policy=CPUOffloadPolicy())
+    return shard_each(*model.layers, model, mesh=mesh, offload_policy=CPUOffloadPolicy())
 
 
 def compressed(mesh: DeviceMesh) -> nn.Module:
     """Parameters and gradients of the layers travel in fewer bytes, where ranks share no memory."""
     model = GPT()
-    policy = CompressionPolicy(gather="int8", reduce="bf16")
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh, compression_policy=policy)
+    shard_each(*model.layers, mesh=mesh, compression_policy=CompressionPolicy(gather="int8", reduce="bf16"))
     return fully_shard(model, mesh=mesh)
 
 
@@ -160,8 +135,8 @@ def sgd(parameters) -> torch.optim.Optimizer:
 JOBS: dict[str, TrainingJob] = {
     "gpt": TrainingJob(GPT, tokens, policies=Policies(prefetch_depth=2)),
     "llama": TrainingJob(llama, tokens, policies=Policies(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)),
-    "convnet": TrainingJob(ConvNet, images, optimizer=sgd),
-    "moe": TrainingJob(partial(GPT, Experts), tokens, policies=Policies(wrap=("FeedForward", "Layer"))),
+    "convnet": TrainingJob(convnet, images, optimizer=sgd),
+    "moe": TrainingJob(partial(GPT, experts), tokens, policies=Policies(wrap=("FeedForward", "Layer"))),
     "lora": TrainingJob(lora, tokens, optimizer=sgd),
     "tied": TrainingJob(partial(GPT, tied=True), tokens),
     "offloaded": TrainingJob(offloaded, tokens),

@@ -1,17 +1,15 @@
 """Bodies that train a small model under the profiler on every rank."""
 
-import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardkit.core import fully_shard
 from shardkit.tools.profiling import profile
 from shardkit.tools.report.schema import Report
+from tests.support.sharding import shard_each
 
 WIDTH = 12  # every world size from 1 to 4 divides it
 BLOCKS = 3
@@ -38,41 +36,49 @@ class Chain(nn.Module):
 def sharded_chain(mesh: DeviceMesh | None = None) -> Any:
     torch.manual_seed(0)
     model = Chain()
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+    return shard_each(*model.blocks, model, mesh=mesh)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, micro_batches: int = 1) -> None:
-    """One step."""
+def backward(model: nn.Module) -> torch.Tensor:
+    """Of a batch; returns the loss."""
+    loss = model(torch.randn(BATCH, WIDTH)).square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+def train(model: nn.Module, *optimizers: torch.optim.Optimizer, micro_batches: int = 1) -> torch.Tensor:
+    """One step; returns the last loss."""
     for _ in range(micro_batches):
-        model(torch.randn(BATCH, WIDTH)).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+        loss = backward(model)
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    return loss
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
 def profiled(
     rank: int,
     world_size: int,
-    steps: int,
+    count: int,
+    *,
     prepare: Callable[[Any], None] | None = None,
-    shared: bool = True,
+    mesh: Callable[[], DeviceMesh | None] = lambda: None,
     micro_batches: int = 1,
+    before: int = 2,
     **options: Any,
 ) -> Report | None:
-    """The report of a run of `steps` steps, two more before it begins so that forward's order is known."""
-    mesh = None
-    if not shared:
-        os.environ["SHARDKIT_SHARED_MEMORY"] = "0"
-        # Whether memory is shared is asked once for a process group, so this takes a new one.
-        mesh = DeviceMesh.from_group(dist.new_group(), "cpu")
-    model = sharded_chain(mesh)
+    """The report of a run of that many steps, with two before it begins so that forward's order is known."""
+    model = sharded_chain(mesh())
     if prepare is not None:
         prepare(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for _ in range(2):
+    optimizer = adamw(model)
+    for _ in range(before):
         train(model, optimizer)
     with profile(model, optimizer, **options) as run:
-        for _ in range(steps):
-            train(model, optimizer, micro_batches)
+        for _ in range(count):
+            train(model, optimizer, micro_batches=micro_batches)
     return run.report

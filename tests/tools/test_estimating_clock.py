@@ -8,25 +8,10 @@ from msgspec import structs
 
 from shardkit.tools.estimating.timeline import Roofline, replay, transfer_seconds
 from shardkit.tools.estimating.trace import Awaited, Dispatched, Operator, Ran, Trace, Transfer
-from shardkit.tools.machine import Efficiency, Link, Machine, preset
+from shardkit.tools.machine import Efficiency, preset
+from tests.tools.machines import machine
 
-MACHINE = Machine(
-    name="slow",
-    device="cuda",
-    transport="nccl",
-    flops={"float32": 100.0},
-    memory_bandwidth=10.0,
-    memory=1000,
-    ranks_per_host=2,
-    inside=Link(10.0, 1.0),
-    between=Link(1.0, 3.0),
-    efficiency=Efficiency(1.0, 1.0, 1.0),
-    operator_seconds=0.0,
-    storage_bandwidth=1.0,
-    process_bytes=0,
-    dtensor_seconds=3.0,
-    dtensor_each_seconds=0.5,
-)
+MACHINE = machine(flops={"float32": 100.0}, memory_bandwidth=10.0, dtensor_seconds=3.0, dtensor_each_seconds=0.5)
 
 
 def operator(flops: int, nbytes: int) -> Operator:
@@ -53,23 +38,22 @@ def test_a_transfer_takes_its_slowest_link():
 
 
 def test_nccl_takes_the_protocol_and_the_algorithm_that_suit_the_size():
-    machine = preset("a100")
-    inside, between = machine.inside.bandwidth, machine.between.bandwidth
+    a100 = preset("a100")
+    inside, between = a100.inside.bandwidth, a100.between.bandwidth
     large = gather(2**30, ranks=8)
-    assert transfer_seconds(large, machine) == pytest.approx(8.4e-6 + 7 * 3.4e-6 + 2**30 * 7 / 8 / inside)
+    assert transfer_seconds(large, a100) == pytest.approx(8.4e-6 + 7 * 3.4e-6 + 2**30 * 7 / 8 / inside)
     small = gather(2**10, ranks=8)  # LL: shorter steps, and a quarter of the bandwidth
-    assert transfer_seconds(small, machine) == pytest.approx(3.6e-6 + 7 * 0.47e-6 + 4 * 2**10 * 7 / 8 / inside)
+    assert transfer_seconds(small, a100) == pytest.approx(3.6e-6 + 7 * 0.47e-6 + 4 * 2**10 * 7 / 8 / inside)
     hosts = gather(2**30, ranks=64, hosts=8)
     steps = 8.4e-6 + 56 * 3.4e-6 + 7 * 9.6e-6
-    assert transfer_seconds(hosts, machine) == pytest.approx(steps + 2**30 * 7 / 8 / (8 * between))
+    assert transfer_seconds(hosts, a100) == pytest.approx(steps + 2**30 * 7 / 8 / (8 * between))
     # Over a ring of 1,024 ranks steps take milliseconds; a tree has few.
     wide = gather(2**12, ranks=1024, hosts=128, collective="all-reduce")
-    assert transfer_seconds(wide, machine) < 2 * (1024 - 128) * 0.47e-6 / 4
+    assert transfer_seconds(wide, a100) < 2 * (1024 - 128) * 0.47e-6 / 4
 
 
 def test_classes_of_operators_reach_different_parts_of_the_peak():
-    machine = MACHINE.replace(efficiency=Efficiency(matmul=0.5, attention=0.25, memory=0.1))
-    costs = Roofline(machine)
+    costs = Roofline(MACHINE.replace(efficiency=Efficiency(matmul=0.5, attention=0.25, memory=0.1)))
     assert costs.seconds(operator(200, 0)) == 4
     assert costs.seconds(replace(operator(200, 0), attention=True)) == 8
     assert costs.seconds(operator(0, 10)) == 10
@@ -89,17 +73,17 @@ def test_communication_hides_behind_computation():
 
 
 def test_shared_memory_is_copied_by_the_rank_itself():
-    machine = MACHINE.replace(device="cpu", transport="shared")
+    cpu = MACHINE.replace(device="cpu", transport="shared")
     steps = trace(gather(100, about=1), Ran(operator(1000, 0), "a", "f"), Awaited(1, "b", "f"))
-    line = replay(steps, machine, Roofline(machine))
+    line = replay(steps, cpu, Roofline(cpu))
     assert (line.step, line.exposed) == (16, 6)
 
 
 def test_launches_bound_a_device_that_has_little_to_do():
-    machine = MACHINE.replace(operator_seconds=2.0)
+    slow = MACHINE.replace(operator_seconds=2.0)
     steps = trace(*[Ran(operator(100, 0), "a", "f")] * 5)
-    assert replay(steps, machine, Roofline(machine)).step == 5 * 2 + 1
-    assert replay(steps, machine.replace(device="cpu"), Roofline(machine)).step == 5 * (2 + 1)
+    assert replay(steps, slow, Roofline(slow)).step == 5 * 2 + 1
+    assert replay(steps, slow.replace(device="cpu"), Roofline(slow)).step == 5 * (2 + 1)
 
 
 def test_operators_on_dtensors_take_host_time_for_themselves_and_for_each_tensor():

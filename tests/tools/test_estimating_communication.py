@@ -20,80 +20,68 @@ def _parts(*sizes: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor
     return [torch.ones(size, dtype=dtype) for size in sizes]
 
 
-def _full() -> list[torch.Tensor]:
-    return _parts(8, 16)
+def _waited(begin: Callable[[Any], Any]) -> Callable[[], None]:
+    """A functional collective over all ranks, and the wait for each of its results."""
+
+    def communicate() -> None:
+        tensors = [functional.wait_tensor(one) for one in reversed(begin(dist.group.WORLD))]
+        assert all(one.numel() for one in tensors)
+
+    return communicate
 
 
+_FOUR = (6, 6, 6, 6)
 # Each is about tensors of 8 and 16 numbers in float32 that are whole: 96 bytes, of which the second has 64.
-FUNCTIONAL: dict[str, tuple[str, Callable[[Any], Any]]] = {
+COLLECTIVES: dict[str, tuple[str, Callable[[], Any]]] = {
     "all_gather_into_tensor_coalesced": (
         "all-gather",
-        lambda group: functional.all_gather_into_tensor_coalesced(_parts(2, 4), group),
+        _waited(lambda group: functional.all_gather_into_tensor_coalesced(_parts(2, 4), group)),
     ),
     "reduce_scatter_tensor_coalesced": (
         "reduce-scatter",
-        lambda group: functional.reduce_scatter_tensor_coalesced(_full(), "avg", [0, 0], group),
+        _waited(lambda group: functional.reduce_scatter_tensor_coalesced(_parts(8, 16), "avg", [0, 0], group)),
     ),
-    "all_reduce_coalesced": ("all-reduce", lambda group: functional.all_reduce_coalesced(_full(), "sum", group)),
+    "all_reduce_coalesced": (
+        "all-reduce",
+        _waited(lambda group: functional.all_reduce_coalesced(_parts(8, 16), "sum", group)),
+    ),
     "all_reduce_coalesced, bits": (
         "all-reduce",
-        lambda group: functional.all_reduce_coalesced(_parts(8, 16, dtype=torch.int32), "bor", group),
+        _waited(lambda group: functional.all_reduce_coalesced(_parts(8, 16, dtype=torch.int32), "bor", group)),
     ),
-    "all_gather_tensor": ("all-gather", lambda group: [functional.all_gather_tensor(torch.ones(6), 0, group)]),
-    "reduce_scatter_tensor": (
+    "functional all_gather_tensor": (
+        "all-gather",
+        _waited(lambda group: [functional.all_gather_tensor(torch.ones(6), 0, group)]),
+    ),
+    "functional reduce_scatter_tensor": (
         "reduce-scatter",
-        lambda group: [functional.reduce_scatter_tensor(torch.ones(24), "sum", 0, group)],
+        _waited(lambda group: [functional.reduce_scatter_tensor(torch.ones(24), "sum", 0, group)]),
     ),
-    "all_to_all_single": (
+    "functional all_to_all_single": (
         "all-to-all",
-        lambda group: [functional.all_to_all_single(torch.ones(24), None, None, group)],
+        _waited(lambda group: [functional.all_to_all_single(torch.ones(24), None, None, group)]),
     ),
-}
-
-IN_PLACE: dict[str, tuple[str, Callable[[], Any]]] = {
     "all_reduce": ("all-reduce", lambda: dist.all_reduce(torch.ones(24))),
     "all_gather_into_tensor": ("all-gather", lambda: dist.all_gather_into_tensor(torch.ones(24), torch.ones(6))),
-    "all_gather": ("all-gather", lambda: dist.all_gather(_parts(6, 6, 6, 6), torch.ones(6))),
-    "reduce_scatter_tensor": (
-        "reduce-scatter",
-        lambda: dist.reduce_scatter_tensor(torch.ones(6), torch.ones(24)),
-    ),
-    "reduce_scatter": ("reduce-scatter", lambda: dist.reduce_scatter(torch.ones(6), _parts(6, 6, 6, 6))),
+    "all_gather": ("all-gather", lambda: dist.all_gather(_parts(*_FOUR), torch.ones(6))),
+    "reduce_scatter_tensor": ("reduce-scatter", lambda: dist.reduce_scatter_tensor(torch.ones(6), torch.ones(24))),
+    "reduce_scatter": ("reduce-scatter", lambda: dist.reduce_scatter(torch.ones(6), _parts(*_FOUR))),
     "all_to_all_single": ("all-to-all", lambda: dist.all_to_all_single(torch.ones(24), torch.ones(24))),
-    "all_to_all": ("all-to-all", lambda: dist.all_to_all(_parts(6, 6, 6, 6), _parts(6, 6, 6, 6))),
+    "all_to_all": ("all-to-all", lambda: dist.all_to_all(_parts(*_FOUR), _parts(*_FOUR))),
     "broadcast": ("broadcast", lambda: dist.broadcast(torch.ones(24), 0)),
 }
 
 
-def _steps(communicate: Callable[[], Any]) -> list[Any]:
-    """The transfers that are not core's, and the waits for them, of an iteration that only communicates."""
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_collectives(name: str) -> None:
+    kind, communicate = COLLECTIVES[name]
 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
         communicate()
 
     job = TrainingJob(partial(nn.Linear, 4, 4), partial(torch.ones, 1, 4), step=step)
-    return [one for one in estimate_job(job, RANKS).recording.trace.steps if isinstance(one, Transfer | Awaited)]
-
-
-@pytest.mark.parametrize("name", FUNCTIONAL)
-def test_functional_collectives(name: str) -> None:
-    kind, begin = FUNCTIONAL[name]
-
-    def communicate() -> None:
-        group = dist.group.WORLD
-        tensors = [functional.wait_tensor(one) for one in reversed(begin(group))]
-        assert all(one.numel() for one in tensors)
-
-    transfer, awaited = _steps(communicate)
-    assert (transfer.collective, transfer.bytes) == (kind, 96)
-    assert transfer.wire_bytes == (2 if kind == "all-reduce" else 1) * 96 * (RANKS - 1) // RANKS
-    assert awaited.about == transfer.about
-
-
-@pytest.mark.parametrize("name", IN_PLACE)
-def test_collectives_in_place(name: str) -> None:
-    kind, communicate = IN_PLACE[name]
-    transfer, awaited = _steps(communicate)
+    steps = estimate_job(job, RANKS).recording.trace.steps
+    transfer, awaited = (one for one in steps if isinstance(one, Transfer | Awaited))
     assert (transfer.collective, transfer.bytes) == (kind, 96)
     assert transfer.wire_bytes == (2 if kind == "all-reduce" else 1) * 96 * (RANKS - 1) // RANKS
     assert awaited.about == transfer.about

@@ -7,16 +7,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardkit.core import fully_shard
 from shardkit.tools import EstimateError, Policies, estimate
+from tests.support.models import Composed
 
 
-class Routed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inp, self.expert = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.inp(x)
-        return self.expert(x[x.sum(-1) > 0])
+def routed() -> nn.Module:
+    return Composed(lambda m, x: m.expert(x[x.sum(-1) > 0]), expert=nn.Linear(4, 4))
 
 
 def linear() -> nn.Module:
@@ -51,7 +46,7 @@ def test_a_factory_that_fails_is_named_with_its_error():
 
 def test_shapes_that_depend_on_data_are_refused_with_the_place():
     with pytest.raises(EstimateError) as raised:
-        estimate(Routed, four, mesh=2)
+        estimate(routed, four, mesh=2)
     assert "called in forward of ''" in str(raised.value)
     assert "shape depends on data" in str(raised.value)
 

@@ -9,10 +9,11 @@ from torch import nn
 
 from shardkit.tools import Policies, TrainingJob, estimate_job
 from shardkit.tools.estimating.trace import Operator
-from shardkit.tools.machine import Efficiency, Link, Machine
+from shardkit.tools.machine import Link, Machine
 from tests.simulation.conftest import on_device  # noqa: F401 - a fixture
 from tests.simulation.scenarios import COMPARISONS, Comparison, measured
 from tests.simulation.training import BLOCK, SHARDS
+from tests.tools.machines import machine
 
 MICROSECOND = 1e-6
 SCENARIOS = {
@@ -67,23 +68,9 @@ class Declared:
 def machine_of(comparison: Comparison) -> Machine:
     costs, shard = comparison.costs, BLOCK.numel * 4 / SHARDS
     between = shard / (costs.all_reduce * shard * MICROSECOND) if costs.all_reduce else 1e12
-    return Machine(
-        name="simulated",
-        device="cuda",
-        transport="nccl",
-        flops={"float32": 1.0},
-        memory_bandwidth=1.0,
-        memory=2**40,
-        ranks_per_host=SHARDS,
-        inside=Link(1 / costs.all_gather / MICROSECOND, 0.0),
-        between=Link(between, 0.0),
-        efficiency=Efficiency(1.0, 1.0, 1.0),
-        operator_seconds=0.0,
-        storage_bandwidth=1.0,
-        process_bytes=0,
-        dtensor_seconds=0.0,
-        dtensor_each_seconds=0.0,
-    )
+    inside = Link(1 / costs.all_gather / MICROSECOND, 0.0)
+    links = {"inside": inside, "between": Link(between, 0.0)}
+    return machine(memory=2**40, ranks_per_host=SHARDS, dtensor_seconds=0.0, dtensor_each_seconds=0.0, **links)
 
 
 @pytest.mark.parametrize("name", SCENARIOS)

@@ -13,64 +13,61 @@ from shardkit.core.torch_compat import GRAD_DTYPE_DECIDES
 from shardkit.tools import EstimateError, Policies, TrainingJob, estimate_job
 from shardkit.tools.estimating.hf import cut_projections
 from shardkit.tools.estimating.job import micro_batch_of, with_micro_batch
-from shardkit.tools.machine import Efficiency, Link, Machine, preset
+from shardkit.tools.machine import Link, Machine, preset
 from shardkit.tools.planning import search
 from shardkit.tools.planning.code import code_of
 from shardkit.tools.planning.configurations import accelerate_of, torchtitan_of
-from shardkit.tools.planning.search import (
-    NothingFits,
-    Proposal,
-    propose,
-)
+from shardkit.tools.planning.search import NothingFits, Proposal, propose
 from shardkit.tools.quantities import parse_quantity
 from tests.support import run_ranks
+from tests.support.models import Composed
 from tests.tools.jobs import tokens as token_ids
 from tests.tools.jobs import two_dimensions
 from tests.tools.llama_shaped import LlamaShaped, few_tokens
-from tests.tools.measured import Meter
+from tests.tools.machines import machine
+from tests.tools.measured import Meter, shared_memory
 
 
-class Narrow(nn.Module):
+def narrow() -> nn.Module:
     """Two blocks, and an embedding that holds a large part of the parameters."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(200, 32), nn.Linear(32, 200)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(2))
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
+    def run(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+        x = model.embedding(tokens)
+        for block in model.blocks:
             x = x + block(x)
-        return self.head(x)
+        return model.head(x)
+
+    blocks = (nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(2))
+    return Composed(run, embedding=nn.Embedding(200, 32), head=nn.Linear(32, 200), blocks=nn.ModuleList(blocks))
 
 
 def narrow_tokens() -> torch.Tensor:
     return torch.randint(200, (2, 32))
 
 
-JOB = TrainingJob(Narrow, narrow_tokens)
+JOB = TrainingJob(narrow, narrow_tokens)
 RECOMPUTED = replace(JOB, policies=Policies(checkpoint=True))  # a third of the ways
-MACHINE = Machine(
-    name="two ranks",
+MACHINE = machine(
     device="cpu",
     transport="gloo",
     flops={"float32": 1e10},
     memory_bandwidth=1e10,
     memory=2**33,
-    ranks_per_host=2,
     inside=Link(1e9, 1e-4),
     between=None,
-    efficiency=Efficiency(1.0, 1.0, 1.0),
     operator_seconds=5e-6,
     storage_bandwidth=1e9,
-    process_bytes=0,
 )
+
+
+def proposals(job: TrainingJob, most: int = 2, machine: Machine = MACHINE, **options: Any) -> list[Proposal]:
+    """Of two ranks; all of them, with as much memory as the machine has."""
+    return propose(job, 2, machine, machine.memory, most_micro_batch=most, count=100, **options)
 
 
 @pytest.fixture(scope="module")
 def ample() -> list[Proposal]:
-    return propose(JOB, 2, MACHINE, MACHINE.memory, most_micro_batch=2, count=100)
+    return proposals(JOB)
 
 
 def test_with_memory_to_spare_speed_decides(ample: list[Proposal]):
@@ -94,12 +91,12 @@ def test_a_limit_forces_a_choice(ample: list[Proposal]):
 
 def test_the_margin_stays_free(ample: list[Proposal]):
     limit = max(one.estimate.reserved_bytes for one in ample)  # the largest fits exactly
-    found = propose(JOB, 2, MACHINE, limit, most_micro_batch=2, count=100, margin=0.1)
+    found = proposals(JOB, machine=MACHINE.replace(memory=limit), margin=0.1)
     assert max(one.estimate.reserved_bytes for one in found) <= 0.9 * limit
 
 
 def test_micro_batches_grow_to_the_largest_and_samples_are_what_is_compared():
-    found = propose(RECOMPUTED, 2, MACHINE, MACHINE.memory, micro_batch=1, most_micro_batch=4, count=100)
+    found = proposals(RECOMPUTED, 4, micro_batch=1)
     assert {proposal.candidate.micro_batch for proposal in found} == {1, 2, 4}
     for proposal in found:
         samples = 2 * proposal.candidate.micro_batch
@@ -114,8 +111,6 @@ def follow(rank: int, world_size: int, code: str, micro_batch: int, name: str = 
     plain: TrainingJob = globals()[name]
     pasted: dict[str, Any] = {}
     exec(compile(code, "pasted", "exec"), pasted)
-    from tests.tools.measured import shared_memory
-
     with shared_memory(False), Meter() as meter:
         model = pasted["shard"](plain.model())
         optimizer = torch.optim.AdamW(model.parameters())
@@ -141,10 +136,7 @@ def test_selective_recomputation_lies_between_and_its_code_can_be_followed(ample
 
 
 def test_a_global_batch_is_made_of_micro_batches():
-    def search_with(**given: Any) -> list[Proposal]:
-        return propose(RECOMPUTED, 2, MACHINE, MACHINE.memory, micro_batch=1, most_micro_batch=4, count=100, **given)
-
-    found = search_with(global_batch=16)
+    found = proposals(RECOMPUTED, 4, micro_batch=1, global_batch=16)
     assert {(one.candidate.micro_batch, one.accumulate) for one in found} == {(1, 8), (2, 4), (4, 2)}
     for one in found:
         line = one.estimate.timeline
@@ -154,12 +146,10 @@ def test_a_global_batch_is_made_of_micro_batches():
         assert one.rate == pytest.approx(8 * 32 / one.step_seconds)
     assert f"{found[0].accumulate} for each step" in code_of(found[0])
     assert any("micro-batches for each step of the optimizer" in reason for reason in found[0].reasons)
-    alone = search_with(global_batch=8)
-    assert [one.nbytes for one in alone if one.accumulate == 1] == [
-        one.estimate.reserved_bytes for one in alone if one.accumulate == 1
-    ]
+    alone = [one for one in proposals(RECOMPUTED, 4, micro_batch=1, global_batch=8) if one.accumulate == 1]
+    assert alone and all(one.nbytes == one.estimate.reserved_bytes for one in alone)
     with pytest.raises(EstimateError, match="a global batch of 3 cannot be made of micro-batches of 2 in all"):
-        search_with(global_batch=3)
+        proposals(RECOMPUTED, 4, micro_batch=1, global_batch=3)
 
 
 def test_a_device_that_is_too_small_gets_memory_of_the_host_and_then_files():
@@ -180,7 +170,7 @@ def test_a_device_that_is_too_small_gets_memory_of_the_host_and_then_files():
 
 
 def test_proposals_differ_by_more_than_the_error(ample: list[Proposal]):
-    apart = propose(JOB, 2, MACHINE, MACHINE.memory, most_micro_batch=2, count=100, error=0.05)
+    apart = proposals(JOB, error=0.05)
     assert apart[0].candidate == ample[0].candidate and len(apart) < len(ample)
     for number, one in enumerate(apart):
         for other in apart[:number]:
@@ -205,17 +195,17 @@ def test_configurations_of_trainers_say_what_they_leave_out(ample: list[Proposal
     assert "--parallelism.data_parallel_shard_degree 2\n" in text and "--training.local_batch_size 2\n" in text
 
 
-LLAMA = TrainingJob(
-    partial(LlamaShaped, 32, 64, 160, 2, 4, 2),
-    few_tokens,
-    policies=Policies(checkpoint=True),
-    tensor_parallel=cut_projections,
-)
+def llama_of(layers: int, heads: int, groups: int) -> TrainingJob:
+    model = partial(LlamaShaped, 32, 64, 160, layers, heads, groups)
+    return TrainingJob(model, few_tokens, policies=Policies(checkpoint=True), tensor_parallel=cut_projections)
+
+
+LLAMA = llama_of(2, 4, 2)
 
 
 @pytest.fixture(scope="module")
 def llama() -> list[Proposal]:
-    return propose(LLAMA, 2, MACHINE, MACHINE.memory, micro_batch=1, most_micro_batch=1, count=100)
+    return proposals(LLAMA, 1, micro_batch=1)
 
 
 @pytest.fixture(scope="module")
@@ -237,7 +227,8 @@ def test_tensor_parallelism_is_tried_where_nothing_fits_without_it(llama: list[P
     plain = [one.estimate.reserved_bytes for one in llama if "tp" not in dict(one.candidate.axes)]
     smallest = min(one.estimate.reserved_bytes for one in cut)
     assert 1.1 * smallest < min(plain)
-    found = propose(LLAMA, 2, MACHINE, (smallest + min(plain)) // 2, micro_batch=1, most_micro_batch=1)
+    limit = (smallest + min(plain)) // 2
+    found = proposals(LLAMA, 1, MACHINE.replace(memory=limit), micro_batch=1)
     assert found and all(dict(one.candidate.axes)["tp"] == 2 for one in found)
 
 
@@ -258,16 +249,11 @@ def cut_in_halves(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def test_heads_that_cannot_be_shared_evenly_are_refused():
-    one_head = TrainingJob(
-        partial(LlamaShaped, 32, 64, 160, 1, 1, 1),
-        few_tokens,
-        policies=Policies(checkpoint=True),
-        tensor_parallel=cut_projections,
-    )
+    one_head = llama_of(1, 1, 1)
     with pytest.raises(EstimateError, match=r"'layers\.0\.self_attn\.q_proj' has 1 heads, which 2 ranks"):
         estimate_job(one_head, {"dp": 1, "tp": 2}, MACHINE)
     told: list[str] = []
-    found = propose(one_head, 2, MACHINE, MACHINE.memory, most_micro_batch=1, tell=told.append)
+    found = proposals(one_head, 1, tell=told.append)
     assert found and any(text.startswith("gave up ") for text in told)
 
 
@@ -293,32 +279,26 @@ def test_a_process_that_is_too_large_by_itself_is_told():
 def test_without_the_adapter_tensor_parallelism_is_left_out(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(search, "entry_points", lambda group: ())  # as where shardkit-tp-adapter is not installed
     told: list[str] = []
-    found = propose(LLAMA, 2, MACHINE, MACHINE.memory, micro_batch=1, most_micro_batch=1, tell=told.append)
+    found = proposals(LLAMA, 1, micro_batch=1, tell=told.append)
     assert found and not any("tp" in dict(one.candidate.axes) for one in found)
     assert told == ["fewer ways: tensor parallelism needs the package shardkit-tp-adapter, which is not installed"]
 
 
 def test_a_factory_that_asks_for_the_mesh_cannot_be_planned():
     with pytest.raises(EstimateError, match="must not ask for the mesh"):
-        propose(TrainingJob(two_dimensions, token_ids), 2, MACHINE, MACHINE.memory)
-
-
-class Stack(nn.Sequential):
-    """Blocks and a head in one list, or blocks in a list that has a number for a name."""
-
-    def __init__(self, nested: bool) -> None:
-        blocks = [nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(2)]
-        super().__init__(*([nn.Sequential(*blocks)] if nested else blocks), nn.Linear(8, 3))
+        proposals(TrainingJob(two_dimensions, token_ids))
 
 
 def make_stack(nested: bool) -> nn.Module:
-    return Stack(nested)
+    """Blocks and a head in one list, or blocks in a list that has a number for a name."""
+    blocks = [nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(2)]
+    return nn.Sequential(*([nn.Sequential(*blocks)] if nested else blocks), nn.Linear(8, 3))
 
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_code_names_the_blocks_that_were_estimated(nested: bool):
     job = TrainingJob(partial(make_stack, nested), lambda: torch.rand(2, 8))
-    (best, *_) = propose(job, 1, MACHINE, MACHINE.memory, most_micro_batch=2, count=1)
+    best, *_ = propose(job, 1, MACHINE, MACHINE.memory, most_micro_batch=2, count=1)
     assert best.blocks == (("0.0", "0.1") if nested else ("0", "1"))
     pasted: dict[str, Any] = {}
     exec(compile(code_of(best), "pasted", "exec"), pasted)

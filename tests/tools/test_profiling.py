@@ -7,15 +7,28 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardkit.core import events, fully_shard, overlap_step
 from shardkit.tools.doctor import diagnose
-from shardkit.tools.profiling import Profile, profile
+from shardkit.tools.profiling import profile
 from shardkit.tools.profiling.recorder import _limits_of_control_groups
 from shardkit.tools.report.schema import Rank, Report
-from tests.support import rank_mesh, run_ranks
-from tests.tools.profiled import BATCH, BLOCK_BYTES, BLOCKS, ROOT_BYTES, WIDTH, profiled, sharded_chain, train
+from tests.support import networked_mesh, on_ranks, rank_mesh, run_ranks
+from tests.tools.profiled import (
+    BATCH,
+    BLOCK_BYTES,
+    BLOCKS,
+    ROOT_BYTES,
+    WIDTH,
+    adamw,
+    backward,
+    profiled,
+    sharded_chain,
+    train,
+)
 
 STEPS = 3
 MODEL_BYTES = BLOCKS * BLOCK_BYTES + ROOT_BYTES
@@ -23,8 +36,8 @@ MODEL_BYTES = BLOCKS * BLOCK_BYTES + ROOT_BYTES
 ACTIVATIONS = (2 + BLOCKS) * BATCH * WIDTH * 4 + BATCH * WIDTH * 4
 
 
-def report_of(world_size: int, steps: int = STEPS, **options: Any) -> Report:
-    reports = run_ranks(world_size, functools.partial(profiled, steps=steps, **options))
+def report_of(world_size: int, count: int = STEPS, **options: Any) -> Report:
+    reports = run_ranks(world_size, functools.partial(profiled, count=count, **options))
     assert isinstance(reports[0], Report) and len(reports[0].ranks) == world_size
     assert reports[1:] == [None] * (world_size - 1), "rank 0 alone gets the logs of all"
     return reports[0]
@@ -37,9 +50,13 @@ def per_step(rank: Rank) -> Counter[tuple[str, str, str]]:
     return steps[0]
 
 
-@pytest.mark.parametrize(("world_size", "shared"), [(2, True), (3, False), (4, True)])
-def test_every_collective_is_there(world_size: int, shared: bool) -> None:
-    report = report_of(world_size, shared=shared)
+def on_a_network() -> DeviceMesh:
+    return networked_mesh((dist.get_world_size(),))
+
+
+@pytest.mark.parametrize(("world_size", "options"), [(2, {}), (3, {"mesh": on_a_network}), (4, {})])
+def test_every_collective_is_there(world_size: int, options: dict[str, Any]) -> None:
+    report = report_of(world_size, **options)
     blocks = [f"blocks.{index}" for index in range(BLOCKS)]
     expected = Counter(
         [("all-gather", "forward", name) for name in blocks]
@@ -49,7 +66,7 @@ def test_every_collective_is_there(world_size: int, shared: bool) -> None:
     )
     for rank in report.ranks:
         assert per_step(rank) == expected
-        assert {one.transport for one in rank.operations} == {"shared" if shared else "c10d"}
+        assert {one.transport for one in rank.operations} == {"c10d" if options else "shared"}
         for one in rank.operations:
             assert one.bytes == (ROOT_BYTES if one.fqn == "FSDPChain" else BLOCK_BYTES)
             assert one.padding_bytes == 0
@@ -91,14 +108,13 @@ def test_memory_is_counted_to_the_byte(world_size: int) -> None:
 
 def _accumulates(rank: int, world_size: int) -> Report | None:
     model = sharded_chain()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = adamw(model)
     with profile(model, optimizer) as run:
         for _ in range(2):
-            for last in (False, True):
-                model.set_requires_gradient_sync(last)
-                model(torch.randn(BATCH, WIDTH)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            model.set_requires_gradient_sync(False)
+            backward(model)
+            model.set_requires_gradient_sync(True)
+            train(model, optimizer)
     return run.report
 
 
@@ -123,17 +139,12 @@ def test_prefetches_are_counted(prepare: Any, hits: int, misses: int) -> None:
     assert modules["FSDPChain"].prefetch_misses == STEPS
 
 
-def _replicated(rank: int, world_size: int) -> Report | None:
-    model = sharded_chain(rank_mesh((2, 2), ("replicate", "shard")))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with profile(model, optimizer, warmup=1) as run:
-        for _ in range(1 + STEPS):
-            train(model, optimizer)
-    return run.report
+def replicated() -> DeviceMesh:
+    return rank_mesh((2, 2), ("replicate", "shard"))
 
 
 def test_replicas_are_brought_together_by_all_reduces_on_groups_of_their_own() -> None:
-    report = run_ranks(4, _replicated)[0]
+    report = report_of(4, mesh=replicated)
     assert sorted(group.ranks for group in report.groups) == [[0, 1], [0, 2], [1, 3], [2, 3]]
     for rank in report.ranks:
         found = per_step(rank)
@@ -153,20 +164,11 @@ def test_accumulation_makes_one_step() -> None:
 
 @pytest.mark.parametrize(("warmup", "steps", "recorded"), [(0, 2, 2), (2, None, 3), (4, 9, 1)])
 def test_only_the_wanted_steps_are_recorded(warmup: int, steps: int | None, recorded: int) -> None:
-    for rank in run_ranks(2, _profile_five, warmup, steps)[0].ranks:
+    for rank in report_of(2, 5, before=0, warmup=warmup, steps=steps).ranks:
         assert [step.index for step in rank.steps] == list(range(recorded))
         assert per_step(rank).total() == 3 * BLOCKS + 1
         # Memory that was allocated during the warm-up is still known.
         assert min(rank.memory.categories["optimizer"].values) > 0
-
-
-def _profile_five(rank: int, world_size: int, warmup: int, steps: int | None) -> Report | None:
-    model = sharded_chain()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    with profile(model, optimizer, warmup=warmup, steps=steps) as run:
-        for _ in range(5):
-            train(model, optimizer)
-    return run.report
 
 
 def test_an_extent_must_make_sense() -> None:
@@ -195,40 +197,30 @@ def test_uneven_shards_and_padding_are_told() -> None:
     assert (gather.bytes, gather.padding_bytes) == (80, 48)
 
 
-def _fail_in_one_rank(model: Any, recording: Profile, rank: int) -> None:
-    with recording:
+@on_ranks(2)
+def test_an_exception_ends_the_recording_without_waiting_for_anybody(rank: int, world_size: int) -> None:
+    model, error = sharded_chain(), (KeyError, ZeroDivisionError)[rank]
+
+    def fail() -> None:
         model(torch.randn(BATCH, WIDTH))
-        if rank == 0:
-            raise KeyError("only here")
-        raise RuntimeError("and otherwise here")
+        raise error
 
-
-def _raises(rank: int, world_size: int) -> tuple[bool, bool]:
-    model = sharded_chain()
     recording = profile(model)
-    with pytest.raises((KeyError, RuntimeError), match="here"):
-        _fail_in_one_rank(model, recording, rank)
-    return recording.report is None, events.hub.active
+    with pytest.raises(error), recording:
+        fail()
+    assert recording.report is None
+    assert not events.hub.active
 
 
-def test_an_exception_ends_the_recording_without_waiting_for_anybody() -> None:
-    assert run_ranks(2, _raises) == [(True, False)] * 2
-
-
-def _one_log_is_damaged(rank: int, world_size: int) -> str:
+@on_ranks(2)
+def test_a_log_that_cannot_be_read_is_told_on_every_rank(rank: int, world_size: int) -> None:
     recording = profile(sharded_chain())
     recording.__enter__()
     if rank == 1:
         recording._recorder.entries[:] = ["damaged"]
-    with pytest.raises(RuntimeError) as raised:
+    with pytest.raises(RuntimeError, match=r"the log of rank 1 cannot be read: ValueError\("):
         recording.__exit__(None, None, None)
     assert recording.report is None
-    return str(raised.value)
-
-
-def test_a_log_that_cannot_be_read_is_told_on_every_rank() -> None:
-    for message in run_ranks(2, _one_log_is_damaged):
-        assert message.startswith("the log of rank 1 cannot be read: ValueError(")
 
 
 def _forward_only(rank: int, world_size: int) -> Report | None:
@@ -246,28 +238,15 @@ def test_without_an_optimizer_every_forward_is_a_step() -> None:
         assert max(rank.memory.categories["activations"].values, default=0) == 0
 
 
-def _same_losses(rank: int, world_size: int) -> list[float]:
-    torch.manual_seed(0)
-    model = sharded_chain()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+@on_ranks(2)
+def test_recording_changes_no_bit_of_the_training(rank: int, world_size: int) -> None:
     losses = []
     for watched in (False, True):
-        torch.manual_seed(1)
-        for parameter in model.parameters():
-            torch.nn.init.constant_(parameter, 0.1)
+        model = sharded_chain()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with profile(model, optimizer) if watched else torch.enable_grad():
-            for _ in range(3):
-                loss = model(torch.randn(BATCH, WIDTH)).square().mean()
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
-def test_recording_changes_no_bit_of_the_training() -> None:
-    for plain, recorded in run_ranks(2, _same_losses):
-        assert plain == recorded
+            losses.append([train(model, optimizer).item() for _ in range(3)])
+    assert losses[0] == losses[1]
 
 
 def _two_optimizers(rank: int, world_size: int) -> Report | None:
@@ -276,10 +255,7 @@ def _two_optimizers(rank: int, world_size: int) -> Report | None:
     optimizers = [torch.optim.AdamW(half, lr=1e-3) for half in halves]
     with profile(model, optimizers) as run:
         for _ in range(3):
-            model(torch.randn(BATCH, WIDTH)).square().mean().backward()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
+            train(model, *optimizers)
     return run.report
 
 
@@ -290,35 +266,20 @@ def test_the_state_of_every_optimizer_is_counted_from_its_first_step_on() -> Non
     assert held[-1] == 2 * MODEL_BYTES // 2 + 4 * 2 * (BLOCKS + 2)
 
 
-def _overlapped(rank: int, world_size: int) -> int:
-    """The steps under way after the last call of `step`."""
+@on_ranks(2)
+def test_recording_does_not_wait_for_steps_under_the_next_forward(rank: int, world_size: int) -> None:
     model = sharded_chain()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = adamw(model)
     steps = overlap_step(optimizer)
     with profile(model, optimizer):
         for _ in range(3):
             train(model, optimizer)
-        return len(steps._jobs)
-
-
-def test_recording_does_not_wait_for_steps_under_the_next_forward() -> None:
-    assert min(run_ranks(2, _overlapped)) >= BLOCKS
-
-
-def _ends_early(rank: int, world_size: int) -> list[Report | None]:
-    model = sharded_chain()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    reports = []
-    for steps, warmup in ((2, 2), (0, 0)):
-        with profile(model, optimizer, warmup=warmup) as run:
-            for _ in range(steps):
-                train(model, optimizer)
-        reports.append(run.report)
-    return reports
+        assert len(steps._jobs) >= BLOCKS, "of the last call of `step`"
 
 
 def test_a_run_that_ends_within_its_warm_up_or_runs_no_model_has_no_steps() -> None:
-    for report in run_ranks(2, _ends_early)[0]:
+    for steps in (2, 0):
+        report = report_of(2, steps, before=0, warmup=steps)
         assert report.run.recorded_steps == 0 and not report.ranks[0].steps
         assert report.notes[0].startswith("no whole step was recorded")
         with pytest.raises(ValueError, match="holds no whole step"):

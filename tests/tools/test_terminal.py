@@ -1,5 +1,6 @@
 """Output of commands into a pipe: every row of a table, and every sentence, is on one line at its full width."""
 
+from collections import OrderedDict
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,18 +18,13 @@ from tests.tools.synthetic import STEPS, operation, rank, record
 LONG = "a_module_with_a_name_like_those_of_models_that_wrap_models_which_others_have_wrapped_before_them"
 
 
-class Wrapped(nn.Module):
+def wrapped() -> nn.Module:
     """A layer with a long name, and another one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleDict({LONG: nn.Linear(8, 8), "other": nn.Linear(8, 8)})
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers["other"](self.layers[LONG](x))
+    layers = OrderedDict({LONG: nn.Linear(8, 8), "other": nn.Linear(8, 8)})
+    return nn.Sequential(OrderedDict(layers=nn.Sequential(layers)))
 
 
-JOB = TrainingJob(Wrapped, partial(torch.ones, 2, 8))
+JOB = TrainingJob(wrapped, partial(torch.ones, 2, 8))
 _JOB = f"{__name__}:JOB"
 _ESTIMATE = f"estimate {_JOB} --wrap Linear --json estimate.json"
 _PLAN = f"plan {_JOB} --wrap Linear --world-size 16 --most-micro-batch 2"
