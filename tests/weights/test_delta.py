@@ -69,8 +69,8 @@ def test_changes_turn_old_into_new_and_are_short(model, share, seed):
             most += int((differ[0] != differ[1]).any(1).sum()) * before.itemsize + -(-numel(box) // 8)
     wanted = [piece for piece, _ in pieces]
     there, here = (torch.empty(sum(one.nbytes for one in wanted), dtype=torch.uint8) for _ in range(2))
-    pack(wanted, source, there)
-    pack(wanted, {piece.name: [values] for piece, values in pieces}, here)
+    pack(wanted, [source[one.name][0] for one in wanted], there)
+    pack(wanted, [values for _, values in pieces], here)
     old, other = here.clone(), here.clone()
     found = changes(wanted, source, changed)
     if found is None:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from shardkit.weights.boxes import Held, Wanted
-from shardkit.weights.packing import Values, describe, pack, unpack
+from shardkit.weights.packing import Values, describe, holding, pack, unpack
 from shardkit.weights.plan import Provided, buckets, plan
 from tests.weights.layouts import boxes, layouts, slices
 
@@ -33,7 +33,7 @@ def test_values_are_equal_over_any_two_layouts(there, here, dtype, limit):
         for rank, pieces in plan(Provided(senders), wants, bucket=limit).items():
             for _, nbytes, run in buckets(pieces, limit):
                 bucket = torch.zeros(nbytes, dtype=torch.uint8)
-                pack(run, sources[rank], bucket)
+                pack(run, [holding(one, sources[rank]) for one in run], bucket)
                 unpack(run, bucket, views)
         for want, (box, view, _) in zip(wants, views, strict=True):
             assert torch.equal(view, full[want.name][slices(box)].to(dtypes[want.name]).to(view.dtype))

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import time
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
@@ -372,6 +373,43 @@ def test_targets_of_all_kinds():
         assert receiver.receive() == 1 and sending.wait().failed == {}
     assert all(torch.equal(there[name], one.to(there[name].dtype)) for name, one in values.items())
     assert not wide[:, 1::2].any()
+
+
+def test_targets_that_overlap_are_passed_on_as_they_came(monkeypatch):
+    """The first receiver has two rows of the first half, as a target of their own, before it has all of the tensor."""
+    monkeypatch.setenv("SHARDKIT_SHARED_MEMORY", "0")
+    address, values = free_address(), {"w": torch.randn(100, 6)}
+    with contextlib.ExitStack() as stack:
+        threads = stack.enter_context(ThreadPoolExecutor())
+        senders = [
+            stack.enter_context(WeightSender(values, address, rank=rank, world_size=2, receivers=2, timeout=40))
+            for rank in range(2)
+        ]
+        there = [[torch.zeros(100, 6), torch.zeros(100, 2)] for _ in range(2)]
+        receivers = [
+            stack.enter_context(
+                WeightReceiver(
+                    address,
+                    [Target("w", None, whole), Target("w", (slice(100), slice(2, 4)), part)],
+                    in_place=True,
+                    timeout=40,
+                )
+            )
+            for whole, part in there
+        ]
+        packed = senders[1]._packed
+
+        def late(*args):
+            while not any(one.passed_on for one in receivers):
+                time.sleep(0.01)
+            return packed(*args)
+
+        senders[1]._packed = late
+        receiving = [threads.submit(one.receive) for one in receivers]
+        list(threads.map(WeightSender.send, senders, [1, 1]))
+        assert [one.result() for one in receiving] == [1, 1]
+    for whole, part in there:
+        assert torch.equal(whole, values["w"]) and torch.equal(part, values["w"][:, 2:4])
 
 
 def test_versions_that_are_sent_without_waiting_do_not_mix():

@@ -83,11 +83,11 @@ def holding(piece: Piece, source: Source) -> Values:
 
 
 @torch.no_grad()
-def pack(pieces: Sequence[Piece], source: Source, bucket: torch.Tensor) -> None:
-    """Copies pieces into `bucket`, one after the other."""
-    for piece, part in _parts(pieces, bucket):
+def pack(pieces: Sequence[Piece], values: Sequence[Values], bucket: torch.Tensor) -> None:
+    """Copies pieces into `bucket`, one after the other, each from the values beside it."""
+    for (piece, part), one in zip(_parts(pieces, bucket), values, strict=True):
         # Into pinned memory nobody would wait for values of a GPU.
-        part.copy_(holding(piece, source).of(piece.box), non_blocking=bucket.is_cuda)
+        part.copy_(one.of(piece.box), non_blocking=bucket.is_cuda)
 
 
 @torch.inference_mode()  # targets may be inference tensors

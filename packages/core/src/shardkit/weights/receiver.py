@@ -428,10 +428,7 @@ class WeightReceiver(Peer):
             return message, found.layout.staging.part(rank, offset, nbytes)
         if odd := next((one for one in pieces if one.dtype != self._views[one.want].tensor.dtype), None):
             raise ConnectionError(f"{odd.name}: this receiver has cast it; ask the sender for it")
-        source: dict[str, list[Values]] = {}
-        for one in pieces:
-            source.setdefault(one.name, []).append(self._views[one.want])
         data = bucket.on(self._device, nbytes)
-        await asyncio.to_thread(pack, pieces, source, data)
+        await asyncio.to_thread(pack, pieces, [self._views[one.want] for one in pieces], data)
         self._check(found)  # after that the user may write into the targets
         return message, data

@@ -17,7 +17,7 @@ from torch import nn
 from shardkit.weights.boxes import Held, Piece, decode, encode
 from shardkit.weights.coordinator import Coordinator
 from shardkit.weights.delta import Changed, changes, update
-from shardkit.weights.packing import Names, Source, Values, describe, pack
+from shardkit.weights.packing import Names, Source, Values, describe, holding, pack
 from shardkit.weights.peer import Peer
 from shardkit.weights.plan import BUCKET, Runs, buckets
 from shardkit.weights.streams import Bucket, Buckets, Outlet
@@ -267,12 +267,13 @@ class WeightSender(Peer):
             if found is not None:
                 message["changes"], data = found
                 return message, data
-        device = version.source[pieces[0].name][0].tensor.device
+        values = [holding(one, version.source) for one in pieces]
+        device = values[0].tensor.device
         if outlet.segment is not None and device.type == "cpu":
-            pack(pieces, version.source, outlet.segment.part(offset, nbytes))
+            pack(pieces, values, outlet.segment.part(offset, nbytes))
             return message, None
         data = bucket.on(device, nbytes)
-        pack(pieces, version.source, data)
+        pack(pieces, values, data)
         if device.type != "cpu" and outlet.link(device) is None:
             data = bucket.on(torch.device("cpu"), nbytes).copy_(data)  # waits for the device
         return message, data
