@@ -243,16 +243,13 @@ class WorkerEngine(WeightTransferEngine[_WorkerInit, _Update]):
 class _Copies(TorchDispatchMode):
     """Notes copies from tensors without memory, in place of making them.
 
-    Attributes:
-        made: what was copied of each tensor, as (into, from).
-        others: names of tensors from which anything else was computed.
+    `made` has what was copied of each tensor, as (into, from); None if anything else was computed from it.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._storages = {one.untyped_storage(): name for name, one in tensors.items()}
-        self.made: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {name: [] for name in tensors}
-        self.others: set[str] = set()
+        self.made: dict[str, list[tuple[torch.Tensor, torch.Tensor]] | None] = {name: [] for name in tensors}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         values = [*args, *(kwargs or {}).values()]
@@ -261,10 +258,11 @@ class _Copies(TorchDispatchMode):
         names = [self._storages[one.untyped_storage()] for one in given if one.untyped_storage() in self._storages]
         if func is torch.ops.aten.copy_.default and args[1].is_meta and not args[0].is_meta:
             for name in names:
-                self.made[name].append(args[:2])
+                if (made := self.made[name]) is not None:
+                    made.append(args[:2])
             return args[0]
         if not func.is_view:
-            self.others.update(names)
+            self.made |= dict.fromkeys(names)
         return func(*args, **(kwargs or {}))
 
 
@@ -336,12 +334,9 @@ def _recorded(model: Any, looks: Looks) -> dict[str, list[Target] | None]:
                 parameter.data = data
     found: dict[str, list[Target] | None] = {}
     for name, made in copies.made.items():
-        targets = [
-            Target(name, region, into)
-            for into, part in made
-            if (region := _region(tensors[name], part, into)) is not None
-        ]
-        found[name] = targets if len(targets) == len(made) and name not in copies.others else None
+        regions = [(_region(tensors[name], part, into), into) for into, part in made or ()]
+        plain = made is not None and all(region is not None for region, _ in regions)
+        found[name] = [Target(name, region, into) for region, into in regions] if plain else None
     return found
 
 
