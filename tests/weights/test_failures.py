@@ -11,8 +11,9 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from shardkit.weights import SendersClosed, WeightReceiver, WeightSender, targets_of
+from shardkit.weights import SendersClosed, WeightReceiver, WeightSender, coordinator, targets_of
 from shardkit.weights.coordinator import Coordinator
+from shardkit.weights.plan import plan
 from shardkit.weights.shared import SharedStaging
 from tests.weights.processes import TIMEOUT, Other, free_address
 
@@ -421,6 +422,31 @@ def test_a_receiver_that_does_not_receive_gets_the_next_version():
         wait_for(lambda: receiver.offered)
         assert receiver.receive() == 2 and not receiver.offered
         assert sending.wait().failed == {}
+
+
+def test_a_receiver_whose_time_is_up_while_it_is_planned_is_not_waited_for(monkeypatch):
+    """As with large models, whose plans take seconds; it lives, but does not call receive() again."""
+    planning, go = threading.Event(), threading.Event()
+
+    def slow(*args, **options):
+        planning.set()
+        assert go.wait(TIMEOUT)
+        return plan(*args, **options)
+
+    monkeypatch.setattr(coordinator, "plan", slow)
+    address = free_address()
+    with WeightSender(state(1), address, timeout=10) as one, WeightReceiver(address, targets_of(state(0))) as receiver:
+        wait_for(lambda: one._coordinator._receivers)
+        with ThreadPoolExecutor() as threads:
+            receiving = threads.submit(receiver.receive, 2)
+            wait_for(lambda: all(each.asks for each in one._coordinator._receivers.values()))
+            sending = one.send(1, async_op=True)
+            assert planning.wait(TIMEOUT)
+            with pytest.raises(TimeoutError):
+                receiving.result(TIMEOUT)
+            go.set()
+            assert sending._future.result(TIMEOUT).receivers == ()
+            assert sending.wait().failed.keys() == {receiver.name}
 
 
 def test_a_version_that_waits_is_offered_to_a_receiver_that_joins():

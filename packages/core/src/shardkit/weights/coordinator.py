@@ -212,10 +212,16 @@ class Coordinator:
             self._provided = Provided({rank: one.held for rank, one in self._senders.items()})
             self._layouts.clear()
         names = set(self._provided.tensors)
-        taking = await self._planned(self._provided, joined)
+        await self._plan(self._provided, joined)
         self._round += 1
         begin = {"op": "begin", "round": self._round, "version": version, "timeout": self._timeout}
         told: dict[_Receiver, Message] = {}
+        for one in joined:  # nothing is awaited from here until all are told: any of them may stop asking
+            absent = "" if one.asks else f"it has not called receive() within {self._timeout:g} s"
+            one.problem = self._layouts[one.turn].get("refused", absent)
+            if one.problem and one.asks:
+                told[one] = {"op": "refused", "reason": one.problem}
+        taking = [one for one in self._receivers.values() if one in joined and not one.problem]
         for chain in _chains(taking):
             one_host = len({one.place["host"] for one in chain}) == 1
             for before, one in zip([None, *chain], chain, strict=False):
@@ -265,11 +271,10 @@ class Coordinator:
     def _all_wait(self) -> bool:
         return len(self._receivers) >= self._least and all(one.asks for one in self._receivers.values())
 
-    async def _planned(self, provided: Provided, joined: Sequence[_Receiver]) -> list[_Receiver]:
-        """Receivers that can take part, with a plan for each; others are told why they cannot."""
+    async def _plan(self, provided: Provided, joined: Sequence[_Receiver]) -> None:
+        """Makes the layouts that receivers need, or says why they cannot take part."""
         places = {rank: one.place for rank, one in self._senders.items()}
         for one in joined:
-            one.problem = "" if one.asks else f"it has not called receive() within {self._timeout:g} s"
             if one.turn not in self._layouts:
                 try:  # in a thread: it may take seconds, and peers must see that this process lives
                     pieces = await asyncio.to_thread(plan, provided, one.wants, bucket=self._bucket, turn=one.turn)
@@ -277,10 +282,6 @@ class Coordinator:
                     self._layouts[one.turn] = {"bucket": self._bucket, "senders": senders}
                 except ValueError as error:
                     self._layouts[one.turn] = {"refused": str(error)}
-            one.problem = self._layouts[one.turn].get("refused", one.problem)
-        refused = {one: {"op": "refused", "reason": one.problem} for one in joined if one.problem and one.asks}
-        await self._answer(refused)
-        return [one for one in self._receivers.values() if one in joined and not one.problem]
 
     # -- telling
 
