@@ -3,6 +3,7 @@
 No kernel of vLLM runs here, and no server: workers are objects, and a client calls them as the server would.
 """
 
+import functools
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +18,8 @@ from vllm.config import ModelConfig, ParallelConfig, VllmConfig, set_current_vll
 from vllm.distributed import init_distributed_environment, initialize_model_parallel, model_parallel_is_initialized
 from vllm.distributed.weight_transfer import ModuleSource, WeightTransferEngineFactory, WeightTransferTrainerFactory
 from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.model_executor.model_loader.weight_utils import composed_weight_loader, default_weight_loader
+from vllm.model_executor.models.llama import LlamaForCausalLM
 
 from shardkit.weights.vllm import Source, TrainerInit, register
 
@@ -116,6 +119,35 @@ def test_a_worker_has_what_its_own_loader_would_give_it(kind, tmp_path):
                 trainer.send_weights()
                 assert same(worker, expected)
             assert set(MODELS[kind][1]) <= set(worker.whole) and bool(worker.whole) == bool(MODELS[kind][1])
+        finally:
+            trainer.shutdown()
+            worker.shutdown()
+
+
+def test_a_parameter_that_its_loader_changes_after_the_copy(tmp_path, monkeypatch):
+    """As those of state-space models: they are received as a whole, and keep their values until then."""
+    build = LlamaForCausalLM.__init__
+
+    @functools.wraps(build)
+    def changed(self, **options):
+        build(self, **options)
+        self.model.norm.weight.weight_loader = composed_weight_loader(default_weight_loader, lambda x: -x.exp())
+
+    monkeypatch.setattr(LlamaForCausalLM, "__init__", changed)
+    if not model_parallel_is_initialized():
+        joined(0, 1, free_address())
+    model = trained("llama", tmp_path)
+    worker, expected = made(tmp_path)
+    before = worker.model.model.norm.weight.clone()
+    with set_current_vllm_config(worker.vllm_config):
+        info = TrainerInit(free_address(), receivers=1, world_size=1, timeout=TIMEOUT, rank=0)
+        trainer = WeightTransferTrainerFactory.trainer_init(info, client=Client(worker), source=Source(model))
+        try:
+            assert list(worker.whole) == ["model.norm.weight"]
+            assert torch.equal(worker.model.model.norm.weight, before)
+            expected.load_weights(iter(model.state_dict().items()))
+            trainer.send_weights()
+            assert same(worker, expected)
         finally:
             trainer.shutdown()
             worker.shutdown()

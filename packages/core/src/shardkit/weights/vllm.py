@@ -243,12 +243,16 @@ class WorkerEngine(WeightTransferEngine[_WorkerInit, _Update]):
 class _Copies(TorchDispatchMode):
     """Notes copies from tensors without memory, in place of making them.
 
-    `made` has what was copied of each tensor, as (into, from); None if anything else was computed from it.
+    Attributes:
+        made: what was copied of each tensor, as (into, from); None if anything else was computed from it.
+        used: the memory of parameters from which, or into which, something else was computed; that is not written.
     """
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, tensors: Mapping[str, torch.Tensor], model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._storages = {one.untyped_storage(): name for name, one in tensors.items()}
+        self._parameters = {_memory(one) for one in model.parameters()}
+        self.used: set[int] = set()
         self.made: dict[str, list[tuple[torch.Tensor, torch.Tensor]] | None] = {name: [] for name in tensors}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -263,6 +267,11 @@ class _Copies(TorchDispatchMode):
             return args[0]
         if not func.is_view:
             self.made |= dict.fromkeys(names)
+            real = [one for one in values + lists if isinstance(one, torch.Tensor) and one.numel() and not one.is_meta]
+            used = self._parameters.intersection(map(_memory, real))
+            self.used |= used
+            if used and func._schema.is_mutable:
+                return args[0]
         return func(*args, **(kwargs or {}))
 
 
@@ -320,7 +329,7 @@ def _recorded(model: Any, looks: Looks) -> dict[str, list[Target] | None]:
         name: torch.empty(shape, dtype=dtype_named(dtype), device="meta") for name, (dtype, shape) in looks.items()
     }
     parameters: list[tuple[Any, torch.Tensor]] = [(one, one.data) for one in model.parameters()]
-    copies = _Copies(tensors)
+    copies = _Copies(tensors, model)
     try:
         with copies:
             model.load_weights(iter(tensors.items()))
@@ -335,7 +344,9 @@ def _recorded(model: Any, looks: Looks) -> dict[str, list[Target] | None]:
     found: dict[str, list[Target] | None] = {}
     for name, made in copies.made.items():
         regions = [(_region(tensors[name], part, into), into) for into, part in made or ()]
-        plain = made is not None and all(region is not None for region, _ in regions)
+        plain = made is not None and all(
+            region is not None and _memory(into) not in copies.used for region, into in regions
+        )
         found[name] = [Target(name, region, into) for region, into in regions] if plain else None
     return found
 
