@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shardkit.weights.boxes import Held, Wanted, decode, encode
@@ -110,14 +110,15 @@ class Coordinator:
             try:
                 result = await self._send_version()
             except Exception as error:  # noqa: BLE001 - told to those that wait, who raise it
-                result = {"error": str(error) if isinstance(error, ValueError) else repr(error)}
+                reason = str(error) if isinstance(error, (ConnectionError, RuntimeError, ValueError)) else repr(error)
+                result = {"op": "refused", "reason": reason, "lost": isinstance(error, ConnectionError)}
             self._under_way = self._awaits_receivers = False
             self._lost.clear()
             for one in self._receivers.values():
                 one.taking = False
-            over = {"op": "over", "reason": result.get("error", "others have gone on")}
+            over = {"op": "over", "reason": result.get("reason", "others have gone on")}
             await self._answer({one: over for one in self._receivers.values() if one.asks.get("op") == "take"})
-            await self._answer({one: {"op": "result", **result} for one in self._senders.values() if one.asks})
+            await self._answer({one: result for one in self._senders.values() if one.asks})
 
     async def say_goodbye(self) -> None:
         """Tells receivers that the senders close."""
@@ -128,7 +129,7 @@ class Coordinator:
     async def _serve_sender(self, sender: _Sender, rank: int, world_size: int) -> None:
         if world_size != self._world_size or not 0 <= rank < world_size:
             reason = f"sender {rank} of {world_size} does not belong to the {self._world_size} senders of sender 0"
-            await self._say(sender.connection, {"op": "result", "error": f"{reason}; give all the same world_size"})
+            await self._say(sender.connection, {"op": "refused", "reason": f"{reason}; give all the same world_size"})
             return
         if rank in self._senders:
             self._lose(rank, self._senders[rank], "another process has taken its place")
@@ -191,22 +192,19 @@ class Coordinator:
     # -- rounds
 
     async def _send_version(self) -> Message:
-        """Sends what all ask for; returns what the senders are told."""
-        if problem := await self._await_senders():
-            return {"error": problem, "lost": bool(self._lost)}
-        self._under_way = True
-        version = self._senders[0].asks["version"]
-        self._awaits_receivers = True
-        await self._news.until(lambda: bool(self._lost) or self._all_wait(), self._timeout)
+        """Sends what all ask for; returns what the senders are told. Raises ConnectionError if one is lost,
+        RuntimeError if peers are absent or do not agree, ValueError as `Provided`.
+        """
+        version = await self._agreed()
+        self._under_way = self._awaits_receivers = True
+        await self._until(self._all_wait, self._timeout)
         self._awaits_receivers = False
         joined = list(self._receivers.values())
-        if self._lost:
-            return {"error": self._losses(), "lost": True}
         if len(joined) < self._least:
-            return {
-                "error": f"{len(joined)} receivers have joined within {self._timeout:g} s, expected at least "
-                f"{self._least}; start them, or pass receivers= the number to wait for",
-            }
+            raise RuntimeError(
+                f"{len(joined)} receivers have joined within {self._timeout:g} s, expected at least {self._least}; "
+                "start them, or pass receivers= the number to wait for"
+            )
         self._least = 0
         if self._provided is None:
             self._provided = Provided({rank: one.held for rank, one in self._senders.items()})
@@ -230,43 +228,42 @@ class Coordinator:
                 told[one]["layout"] = None if one.layout is layout else layout
                 one.layout, one.taking = layout, True
         await self._answer(told)
-        await self._news.until(lambda: bool(self._lost) or all(one.asks or one.problem for one in taking))
-        if self._lost:
-            return {"error": self._losses(), "lost": True}
+        await self._until(lambda: all(one.asks or one.problem for one in taking))
         await self._answer({one: {"op": "commit"} for one in taking if not one.problem})
         await self._news.until(lambda: not any(one.taking for one in taking), self._timeout)
         for one in taking:
             one.fails(f"it has not taken the version within {self._timeout:g} s")
         return {
-            "version": version,
+            "op": "sent",
             "receivers": [one.name for one in taking if not one.problem],
             "failed": {one.name: one.problem for one in joined if one.problem},
             "unused": sorted(names - {want.name for one in joined for want in one.wants}),
         }
 
-    async def _await_senders(self) -> str:
-        """Waits until all senders ask; returns what is wrong, or ""."""
+    async def _agreed(self) -> int:
+        """Waits until all senders ask, and returns the version for which they do."""
 
         def versions() -> dict[int, int]:
             return {rank: one.asks["version"] for rank, one in sorted(self._senders.items()) if one.asks}
 
-        await self._news.until(lambda: len(versions()) == self._world_size or bool(self._lost), self._timeout)
+        await self._until(lambda: len(versions()) == self._world_size, self._timeout)
         asked = versions()
-        if self._lost:
-            return self._losses()
         if len(asked) < self._world_size:
             absent = [rank for rank in range(self._world_size) if rank not in asked]
-            return (
-                f"senders {absent} have not called send({next(iter(asked.values()), '')}) within "
-                f"{self._timeout:g} s; read their logs, and call it on all ranks"
+            raise RuntimeError(
+                f"senders {absent} have not called send({next(iter(asked.values()), '')}) within {self._timeout:g} s; "
+                "read their logs, and call it on all ranks"
             )
         if len(set(asked.values())) > 1:
-            return f"senders offer different versions, by rank {asked}; call send() with the same on all ranks"
-        return ""
+            raise RuntimeError(f"senders offer different versions, by rank {asked}; call send() with the same on all")
+        return asked[0]
 
-    def _losses(self) -> str:
-        lost = (f"sender {rank} is gone: {reason}" for rank, reason in sorted(self._lost.items()))
-        return "; ".join(lost) + "; restart it, then send again"
+    async def _until(self, condition: Callable[[], bool], within: float | None = None) -> None:
+        """Waits until a condition holds, for `within` seconds at most. Raises ConnectionError if a sender is lost."""
+        await self._news.until(lambda: bool(self._lost) or condition(), within)
+        if self._lost:
+            lost = "; ".join(f"sender {rank} is gone: {reason}" for rank, reason in sorted(self._lost.items()))
+            raise ConnectionError(f"{lost}; restart it, then send again")
 
     def _all_wait(self) -> bool:
         return len(self._receivers) >= self._least and all(one.asks for one in self._receivers.values())

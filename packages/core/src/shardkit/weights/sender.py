@@ -189,11 +189,10 @@ class WeightSender(Peer):
             answer = self._io.run(self._offer(version, held))
         finally:
             self._serving = None
-        if "error" in answer:
-            reason = answer["error"]
+        if answer["op"] == "refused":
             if answer.get("lost"):
-                raise ConnectionError(f"version {version} was not sent: {reason}")
-            raise RuntimeError(f"version {version} was not sent: {reason}")
+                raise ConnectionError(f"version {version} was not sent: {answer['reason']}")
+            raise RuntimeError(f"version {version} was not sent: {answer['reason']}")
         for receiver, reason in answer["failed"].items():
             warnings.warn(f"receiver {receiver} does not have version {version}: {reason}", stacklevel=3)
         receivers, unused = tuple(answer["receivers"]), tuple(answer["unused"])
