@@ -274,8 +274,10 @@ def test_two_optimizers_that_share_parameters(rank: int, world_size: int) -> Non
                     optimizer.step()
                 model.zero_grad()
     assert_same(*(dict(model.state_dict()) for model in models), "weights")
+    optimizers[0].itself = optimizers[0]  # which only the garbage collector frees
     del both, optimizers
-    overlap_step(torch.optim.SGD(models[0].parameters(), lr=0.1), when="backward")  # the former one is gone
+    kept = [overlap_step(torch.optim.SGD(models[0].parameters(), lr=0.1), when="backward") for _ in range(2)]
+    assert kept[0] is not kept[1]  # each optimizer is gone before the next
 
 
 @pytest.mark.parametrize("kind", ["bitsandbytes.optim.AdamW8bit", "torchao.optim.AdamW8bit", "torchao.optim.AdamW4bit"])

@@ -37,11 +37,13 @@ host waits for the event on behalf of other readers, because each may be on a st
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cache, partial
 from operator import is_not
 from typing import Any, Literal, NamedTuple, NoReturn, cast
@@ -138,7 +140,7 @@ class OverlappedSteps(PlainSteps):
         self._hidden: list[list[torch.Tensor]] | None = None
         self._streams: dict[torch.device, Any] = {}
         # With when="backward":
-        self._listener: Callable[[Sequence[FSDPParam]], None] | None = None
+        self._listener: _Listener | None = None
         self._numbers: dict[int, int] = {}  # of the optimizer's parameter groups, by the ids of their parameters
         self._taken: list[_Taken] = []  # since the last step, with the ids of their parameters
         self._taken_ids: set[int] = set()
@@ -271,21 +273,27 @@ class OverlappedSteps(PlainSteps):
         """Has the groups report gradients that they deliver to parameters of the optimizer. Raises RuntimeError."""
         params = [(number, one) for number, group in enumerate(optimizer.param_groups) for one in group["params"]]
         numbers = {id(one): number for number, one in params}
-        for other in _overlapped:
-            if other is not self and (shared := numbers.keys() & other._numbers.keys()):
+        if self._shared(numbers):
+            gc.collect()  # the optimizer before this one may be in a circle, as with its scheduler
+            if shared := self._shared(numbers):
                 fqn = next(fqn_of(one) for _, one in params if id(one) in shared)
                 raise RuntimeError(
                     f"two optimizers have parameter '{fqn}' and overlap_step with when='backward', and its gradient is "
-                    "for the first of them; call overlap_step without when for one of them, and its step() last"
+                    "for the first of them; delete that one, or call overlap_step without when for one of them, and "
+                    "its step() last"
                 )
         self._numbers = numbers
-        if self._listener is None:
-            self._listener = partial(_on_delivery, weakref.ref(optimizer))
+        self._listener = _Listener(weakref.ref(optimizer))
         for _, one in params:
             if (param := sharded_counterpart(one)) is not None:
                 group = FSDPParamGroup.of(param)
                 if self._listener not in group.when_delivered:
                     group.when_delivered.append(self._listener)
+
+    def _shared(self, numbers: dict[int, int]) -> set[int]:
+        """Of the ids, those of parameters on which another optimizer steps in backward."""
+        others = (one for one in _overlapped if one is not self and one._listener and one._listener.optimizer())
+        return set().union(*(numbers.keys() & one._numbers.keys() for one in others))
 
     def take_gradients(self, optimizer: torch.optim.Optimizer, delivered: Sequence[FSDPParam]) -> None:
         """Note [Steps in backward]: steps with gradients that are there now, and refuses them to others."""
@@ -428,11 +436,17 @@ class OverlappedSteps(PlainSteps):
         return sorted(jobs.values(), key=lambda job: places.get(job.group, len(places)))
 
 
-def _on_delivery(reference: weakref.ReferenceType[torch.optim.Optimizer], params: Sequence[FSDPParam]) -> None:
-    optimizer = reference()
-    steps = None if optimizer is None else plain_steps_of(optimizer)
-    if optimizer is not None and isinstance(steps, OverlappedSteps):
-        steps.take_gradients(optimizer, params)
+@dataclass(frozen=True)
+class _Listener:
+    """What a group calls with the parameters whose gradients it has delivered."""
+
+    optimizer: weakref.ReferenceType[torch.optim.Optimizer]
+
+    def __call__(self, params: Sequence[FSDPParam]) -> None:
+        optimizer = self.optimizer()
+        steps = None if optimizer is None else plain_steps_of(optimizer)
+        if optimizer is not None and isinstance(steps, OverlappedSteps):
+            steps.take_gradients(optimizer, params)
 
 
 def _refuse_gradients(fqn: str) -> NoReturn:
