@@ -203,6 +203,17 @@ FOUND = {
         Policy(wraps=(Wrap(("alpha",)), Wrap(("alpha.first",)), Wrap(("alpha.second",)), Wrap(("",))), depth=0),
         _once(Micro(forwards=2, order="reversed")),
     ),
+    "side outputs of two forwards, whose recomputations read the root": Program(
+        Block(
+            ops=(Call("alpha", checkpoint="plain"), "detach"),
+            blocks=(Block("alpha", ops=("bias", Call("alpha")), blocks=(Block("alpha", ops=("mlp", Side())),)),),
+        ),
+        Policy(wraps=(Wrap(("alpha.alpha",)), Wrap(("",)))),
+        (Step((Micro(forwards=2, inputs=True),)),),
+    ),
+    "half of an output that a hook changes in place": _chain(
+        Block("alpha", ops=("linear",), form="tuple", extra="half", hooks=("in_place",))
+    ),
     "all tensors moved while gradients wait": _chain(
         Block("alpha", ops=("linear", "bias")),
         steps=(Step((Micro(sync=False), Micro(before=(Act("moved"),)))), Step()),

@@ -434,7 +434,10 @@ class FSDPState:
             self._pass.has_backward = True
             return watch_each(output, functools.partial(self.pre_backward, of=self._pass))
         for tensor in reachable_tensors(output):
-            if tensor.requires_grad and tensor.grad_fn is not None and id(tensor) not in inputs:
+            if not tensor.requires_grad or id(tensor) in inputs:
+                continue
+            # Autograd may refuse to tell the node of a view: see `made_since`.
+            if tensor.grad_fn is not None if base_of(tensor) is None else made_since(tensor, 0):
                 self._watch_output(tensor)
         return output
 
@@ -495,8 +498,7 @@ class FSDPState:
     def pre_backward(self, gradient: torch.Tensor | None = None, *, of: Pass) -> None:
         """Runs when the gradient of an output arrives, or may arrive next; afterwards the parameters are unsharded."""
         if self.phase is Phase.PRE_BACKWARD:
-            if not self.groups:  # no hook has reported that backward left it
-                self._enter_parent(of)
+            self._enter_parent(of)  # backward may have left it between two outputs
             if of is not self._entered and not self.schedule.will_be_left(self._entered):  # nor will one
                 self._entered = of
                 self._enter_backward(of)
