@@ -79,6 +79,7 @@ class SingleProcess:
             raise
         except Exception as error:
             raise Unusable(f"{type(error).__name__}: {str(error).splitlines()[0]}") from error
+        self._check_unwritten()
         for expected in result.backwards:
             seen = [*(expected.gradients or {}).values(), *(v for values in expected.values for v in values)]
             if not all(_in_range(tensor) for tensor in seen if tensor is not None):
@@ -102,6 +103,7 @@ class SingleProcess:
         elif isinstance(event, Update):
             if any(parameter.grad is not None for model in self.models for parameter in model.parameters()):
                 raise Unusable("a step while gradients wait for their reduction")
+            self._check_unwritten()
             if event.clip:
                 self._clip()
             self._update()
@@ -130,6 +132,12 @@ class SingleProcess:
         norm = sum(float(gradient.double().square().sum()) for gradient in found) ** 0.5
         for gradient in found:
             gradient.mul_(min(1.0, LARGEST_NORM / (norm + 1e-6)))
+
+    def _check_unwritten(self) -> None:
+        """Unsharded parameters are copies, which is documented: what the program writes to them is lost."""
+        for name, parameters in _by_name(self.models):
+            if not all(torch.equal(one, self.masters[name].to(one.dtype)) for one in parameters):
+                raise Unusable(f"{name} is written in place")
 
     @torch.no_grad()
     def _update(self) -> None:
