@@ -438,7 +438,7 @@ class OverlappedSteps(PlainSteps):
 
 @dataclass(frozen=True)
 class _Listener:
-    """What a group calls with the parameters whose gradients it has delivered."""
+    """A group calls it with the parameters whose gradients it has delivered."""
 
     optimizer: weakref.ReferenceType[torch.optim.Optimizer]
 
