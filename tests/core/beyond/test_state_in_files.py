@@ -233,6 +233,21 @@ def test_a_killed_run_resumes_on_other_ranks_with_and_without_files(tmp_path: Pa
             assert differences(seen, expected) == []
 
 
+@on_ranks(2)
+def test_shards_move_after_a_step_of_another_optimizer(rank: int, world_size: int, tmp_path: Path) -> None:
+    """The step of a former optimizer may be under way when the shards move to the files of the next one."""
+    runs, gate = Runs(world_size, FileTier(tmp_path, "1GiB", parameters=True)), threading.Event()
+    runs.step(rank)
+    steps._worker().submit(gate.wait)
+    runs.step(10 + rank)
+    for number, model in enumerate(runs.models):
+        runs.optimizers[number] = torch.optim.AdamW(model.parameters(), lr=0.01)
+    threading.Timer(0.5, gate.set).start()
+    overlap_step(runs.optimizers[0], states=FileTier(tmp_path, "1GiB", parameters=True))
+    runs.step(20 + rank)
+    runs.check("another optimizer")
+
+
 class Interrupted(threading.Event):
     """Ctrl-C ends as many waits of the thread that saves as are left."""
 

@@ -29,6 +29,7 @@ import torch
 from shardkit.core.engine.group import FSDPParamGroup, Residence
 from shardkit.core.runtime.mapped import MappedFile
 from shardkit.core.runtime.shared.segment import aligned
+from shardkit.core.torch_compat import local_of
 
 __all__ = ["FileTier"]
 
@@ -109,6 +110,8 @@ class FileTier:
         for group in groups:
             if group.is_unsharded:
                 continue
+            for one in group.params:
+                local_of(one.sharded_param)  # waits for a step of another optimizer on what is copied below
             params = [one for one in group.params if type(one.local_tensor) is torch.Tensor]
             params = [one for one in params if one.local_tensor.device.type == "cpu"]
             if pinned := next((one for one in params if one.pinned), None):
