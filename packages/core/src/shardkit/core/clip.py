@@ -68,12 +68,11 @@ def clip_grad_norm_(
         raise ValueError(
             f"max_norm={max_norm}, expected a number from 0 on, or inf; pass inf to compute the norm without clipping"
         )
-    norm = grad_norm(
-        parameters := _named(parameters), norm_type, error_if_nonfinite=error_if_nonfinite, foreach=foreach
-    )
+    distinct = _distinct(parameters)
+    norm = grad_norm(distinct, norm_type, error_if_nonfinite=error_if_nonfinite, foreach=foreach)
     factor = torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0)
     by_device: dict[torch.device, list[torch.Tensor]] = {}
-    for name, parameter in _distinct(parameters):
+    for name, parameter in distinct:
         if (grad := _local_grad(name, parameter)) is not None and grad.numel():
             by_device.setdefault(grad.device, []).append(grad)
     with torch.no_grad():
@@ -101,7 +100,7 @@ def grad_norm(
     norm_type = float(norm_type)
     if not norm_type > 0:
         raise ValueError(f"norm_type={norm_type} is not a p-norm: expected a number above 0, or inf")
-    distinct = _distinct(_named(parameters))
+    distinct = _distinct(parameters)
     _refuse_unreduced(distinct)
     plan = _Plan.of(distinct)
     with torch.no_grad():
@@ -260,22 +259,12 @@ def _nonfinite_message(plan: _Plan, norm: torch.Tensor, norm_type: float) -> str
     )
 
 
-def _named(parameters: Parameters) -> list[tuple[str, torch.Tensor]]:
-    if isinstance(parameters, torch.Tensor):
-        parameters = [parameters]
-    named: list[tuple[str, torch.Tensor]] = []
-    for index, item in enumerate(parameters):
-        if isinstance(item, torch.Tensor):
-            named.append((f"parameters[{index}] of shape {tuple(item.shape)}", item))
-        else:
-            named.append((item[0], item[1]))
-    return named
-
-
-def _distinct(parameters: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
-    """Drops repeated parameters, and replaces an unsharded parameter by its sharded one, which has the gradient."""
+def _distinct(parameters: Parameters) -> list[tuple[str, torch.Tensor]]:
+    """Parameters with names, each once; a sharded one for its unsharded one, which has no gradient."""
     seen: dict[int, tuple[str, torch.Tensor]] = {}
-    for name, parameter in parameters:
+    for index, item in enumerate([parameters] if isinstance(parameters, torch.Tensor) else parameters):
+        whole = isinstance(item, torch.Tensor)
+        name, parameter = (f"parameters[{index}] of shape {tuple(item.shape)}", item) if whole else item
         if (param := sharded_counterpart(parameter)) is not None:
             parameter = param.sharded_param
         seen.setdefault(id(parameter), (name, parameter))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections import defaultdict
 from collections.abc import Sequence
+from itertools import groupby
+from operator import attrgetter
 
 import torch
 
@@ -21,32 +22,22 @@ def numbers_of(tensors: Sequence[torch.Tensor], *, whole: bool = False) -> list[
 
     Parameters of different modules differ nearly everywhere, and a full hash would cost more than a copy.
     """
-    flats = [tensor.detach().reshape(-1) for tensor in tensors]
-    samples = (
-        (_bytes_of(flat).cpu() for flat in flats) if whole else _on_cpu([_bytes_of(_spread(one)) for one in flats])
-    )
-    return [number_of(one.numpy().data) for one in samples]
+    if whole:
+        return [number_of(_bytes_of(tensor.detach().reshape(-1)).cpu().numpy().data) for tensor in tensors]
+    numbers: list[int] = []
+    for _, on_device in groupby(map(_sample, tensors), attrgetter("device")):
+        samples = list(on_device)
+        copies = torch.cat(samples).cpu().split([one.numel() for one in samples])  # at once: each copy waits
+        numbers += [number_of(one.numpy().data) for one in copies]
+    return numbers
 
 
-def _spread(flat: torch.Tensor) -> torch.Tensor:
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    flat = tensor.detach().reshape(-1)
     # An odd stride does not stay in one column of a matrix.
-    return flat[:: -(-flat.numel() // _SAMPLES) | 1].contiguous()
+    return _bytes_of(flat[:: -(-flat.numel() // _SAMPLES) | 1].contiguous())
 
 
 def _bytes_of(flat: torch.Tensor) -> torch.Tensor:
     # view(dtype) would check the stride of a single element, which may be any.
     return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
-
-
-def _on_cpu(samples: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies all samples of a device at once, because each copy would wait for the device."""
-    by_device: dict[torch.device, list[int]] = defaultdict(list)
-    for number, one in enumerate(samples):
-        by_device[one.device].append(number)
-    found = list(samples)
-    for device, numbers in by_device.items():
-        if device.type != "cpu":
-            together = torch.cat([samples[number] for number in numbers]).cpu()
-            for number, one in zip(numbers, together.split([samples[n].numel() for n in numbers]), strict=True):
-                found[number] = one
-    return found

@@ -174,10 +174,13 @@ def fully_shard(
             state.add_group(FSDPParamGroup(whole, whole[0].mesh, device, policy, reshard, None))
     for param, slots in managed.ties:
         _join_tie(state, param, slots)
-    _watch_state_dicts(state, modules, managed.modules)
     for one_module in managed.modules:
         mark_managed(one_module)
+        if one_module in modules or any(parameter is not None for parameter in one_module._parameters.values()):
+            one_module.register_state_dict_pre_hook(state.to_sharded)
+            one_module.register_load_state_dict_pre_hook(state.before_load)
     for one_module in modules:
+        one_module.register_load_state_dict_post_hook(state.after_load)
         one_module.__class__ = make_sharded_class(type(one_module))
     watch_optimizers()
     return module
@@ -264,12 +267,3 @@ def _join_tie(state: FSDPState, param: FSDPParam, slots: Sequence[Slot]) -> None
         group = shared
     group.plans = None
     state.add_group(group)
-
-
-def _watch_state_dicts(state: FSDPState, tops: Sequence[nn.Module], managed: Sequence[nn.Module]) -> None:
-    for module in managed:
-        if module in tops or any(parameter is not None for parameter in module._parameters.values()):
-            module.register_state_dict_pre_hook(state.to_sharded)
-            module.register_load_state_dict_pre_hook(state.before_load)
-        if module in tops:
-            module.register_load_state_dict_post_hook(state.after_load)

@@ -101,11 +101,6 @@ def data_parallel_mesh(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> D
     """The data-parallel axes of `mesh`: all of a 1-D or 2-D mesh, or those that `dims` names.
 
     Warns if a 2-D mesh whose axes `dims` does not name has names that contradict HSDP.
-
-    Raises:
-        TypeError: if `mesh` is not a DeviceMesh.
-        ValueError: for a mesh without this rank, a mesh of more dims, a 2-D mesh without axis names, or an unknown
-            axis name.
     """
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(
@@ -198,9 +193,6 @@ def post_forward_mesh(data_parallel: DataParallelMesh, size: int) -> PostForward
     """The group of `size` neighbouring ranks to reshard to after forward (collective: it may make a process group).
 
     Returns None if that is the whole shard group, as with `reshard_after_forward=True`.
-
-    Raises:
-        ValueError: if `size` does not divide the shard group.
     """
     shard_size, group = data_parallel.shard_size, data_parallel.shard_group
     if size < 1 or size > shard_size or shard_size % size:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Literal, NoReturn, cast, overload
 
 import torch
@@ -81,14 +82,9 @@ class FSDPModule(StockFSDPModule):
             raise RuntimeError(f"this {type(self).__name__} has lost its FSDP state; call fully_shard on it")
         return state
 
-    def _states(self, recurse: bool) -> Iterator[FSDPState]:
+    def _states(self, recurse: bool) -> Iterable[FSDPState]:
         modules: Iterable[nn.Module] = cast(nn.Module, self).modules() if recurse else [cast(nn.Module, self)]
-        seen = set()
-        for module in modules:
-            state = state_of(module)
-            if state is not None and state not in seen:
-                seen.add(state)
-                yield state
+        return dict.fromkeys(state for module in modules if (state := state_of(module)) is not None)
 
     def _groups(self, recurse: bool = False) -> list[FSDPParamGroup]:
         return [group for state in self._states(recurse) for group in state.groups]
@@ -96,14 +92,12 @@ class FSDPModule(StockFSDPModule):
     def _params(self, recurse: bool) -> list[FSDPParam]:
         """The parameters of this module, or of all below it. Its groups may have others: of `fully_shard([a, b])`."""
         below = {*cast(nn.Module, self).modules()}
-        found = []
+        params = (param for group in self._groups(recurse) for param in group.params)
+        return [param for param in params if any(slot.module() in below for slot in param.slots)]
+
+    def _set(self, recurse: bool = False, /, **settings: Any) -> None:
         for group in self._groups(recurse):
-            for param in group.params:
-                for slot in param.slots:
-                    if slot.module() in below:
-                        found.append(param)
-                        break
-        return found
+            group.change(**settings)
 
     # -- unshard and reshard -------------------------------------------------------------------------------------------
 
@@ -220,14 +214,11 @@ class FSDPModule(StockFSDPModule):
             ValueError: for anything but True and False, as all setters of this kind.
         """
         sync = _flag("requires_gradient_sync", requires_gradient_sync)
-        for group in self._groups(recurse):
-            group.change(reduce_grads=sync, all_reduce_grads=sync)
+        self._set(recurse, reduce_grads=sync, all_reduce_grads=sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """HSDP: sets whether backward all-reduces over replicas; if not, reduce-scattered gradients accumulate."""
-        all_reduce = _flag("requires_all_reduce", requires_all_reduce)
-        for group in self._groups(recurse):
-            group.change(all_reduce_grads=all_reduce)
+        self._set(recurse, all_reduce_grads=_flag("requires_all_reduce", requires_all_reduce))
 
     @no_dynamo
     def synchronize_gradients(self, *, recurse: bool = True) -> None:
@@ -267,8 +258,7 @@ class FSDPModule(StockFSDPModule):
         """Divides the sum of gradients by `factor` instead of by the number of data-parallel ranks."""
         if not factor > 0:
             raise ValueError(f"the gradient divide factor must be a positive number, got {factor}")
-        for group in self._groups():
-            group.change(gradient_divide_factor=factor)
+        self._set(gradient_divide_factor=factor)
 
     @deprecated("Use `set_gradient_divide_factor` instead")
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
@@ -277,15 +267,11 @@ class FSDPModule(StockFSDPModule):
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Sets whether collectives only sum and gradients are divided by separate operations."""
-        sums = _flag("enable", enable)
-        for group in self._groups():
-            group.change(force_sum_reduction=sums)
+        self._set(force_sum_reduction=_flag("enable", enable))
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Sets whether parameters without a gradient are reduced as zeros, for ranks that take different branches."""
-        reduces = _flag("reduce_scatter_unused_params", reduce_scatter_unused_params)
-        for group in self._groups(recurse):
-            group.change(reduce_unused_params=reduces)
+        self._set(recurse, reduce_unused_params=_flag("reduce_scatter_unused_params", reduce_scatter_unused_params))
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """Limits how many groups' unsharded gradients may be in reduction at once: fewer save memory, more overlap."""
@@ -293,8 +279,7 @@ class FSDPModule(StockFSDPModule):
             raise TypeError(f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}")
         if max_input_buffers < 1:
             raise ValueError(f"max_input_buffers must be at least 1, got {max_input_buffers}")
-        for group in self._groups(recurse):
-            group.change(max_reduce_inputs=max_input_buffers)
+        self._set(recurse, max_reduce_inputs=max_input_buffers)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Sets whether reductions use their own process group (collective: makes one for each shard group).
@@ -307,9 +292,8 @@ class FSDPModule(StockFSDPModule):
             ranks = () if shard is None else tuple(dist.get_process_group_ranks(shard))
             if enable and ranks and ranks not in made:
                 made[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
-            group.change(
-                communication=group.settings.communication.reducing_on(made[ranks] if enable and ranks else None)
-            )
+            reduce_group = made[ranks] if enable and ranks else None
+            group.change(communication=replace(group.settings.communication, reduce_group=reduce_group))
 
     def set_all_reduce_hook(
         self, hook: Callable[[torch.Tensor], None], *, stream: torch.cuda.Stream | None = None
@@ -323,8 +307,7 @@ class FSDPModule(StockFSDPModule):
         for group in self._groups():
             if stream is not None and group.mesh.shard_axis is not None and group.mesh.replicate_axes:
                 raise ValueError(f"group '{group.label}': stream cannot be set together with native HSDP; leave it out")
-        for group in self._groups():
-            group.change(all_reduce_hook=hook, all_reduce_hook_stream=stream)
+        self._set(all_reduce_hook=hook, all_reduce_hook_stream=stream)
 
     # -- when parameters are freed and gathered ------------------------------------------------------------------------
 
@@ -334,29 +317,22 @@ class FSDPModule(StockFSDPModule):
             raise ValueError(f"set_reshard_after_forward takes a bool, got {reshard_after_forward!r}")
         for state in self._states(recurse):
             state.auto_reshard = False
-            for group in state.groups:
-                group.change(reshard_after_forward=reshard_after_forward, post_forward_mesh=None)
+        self._set(recurse, reshard_after_forward=reshard_after_forward, post_forward_mesh=None)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Sets whether backward frees unsharded parameters; keeping them saves the next forward's gather."""
-        reshard = _flag("reshard_after_backward", reshard_after_backward)
-        for group in self._groups(recurse):
-            group.change(reshard_after_backward=reshard)
+        self._set(recurse, reshard_after_backward=_flag("reshard_after_backward", reshard_after_backward))
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Sets whether unsharded parameters keep their memory, and so their addresses, when they are resharded.
 
         For CUDA graphs: each gather writes to the same memory. A prefetch budget does not count memory kept this way.
         """
-        keeps = _flag("keep", keep)
-        for group in self._groups(recurse):
-            group.change(keep_unsharded_storage=keeps)
+        self._set(recurse, keep_unsharded_storage=_flag("keep", keep))
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Sets whether backward needs this module's parameters (an embedding's backward does not)."""
-        unshard = _flag("unshard_in_backward", unshard_in_backward)
-        for group in self._groups():
-            group.change(unshard_in_backward=unshard)
+        self._set(unshard_in_backward=_flag("unshard_in_backward", unshard_in_backward))
 
     def set_prefetch_depth(self, depth: int) -> None:
         """Sets how many groups are gathered ahead in forward and backward (default 1). Call it on the root.
@@ -434,7 +410,7 @@ class FSDPModule(StockFSDPModule):
         A change takes effect at the next gather. Does nothing on a module without sharded parameters of its own.
         """
         for group in self._sharded_groups():
-            group.change(communication=group.settings.communication.gathering_through(comm, group.label))
+            group.change(communication=group.settings.communication.through(group.label, all_gather=comm))
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:  # type: ignore[override]
         """Reduces this module's gradients through `comm`, which allocates the input and output buffers.
@@ -443,7 +419,7 @@ class FSDPModule(StockFSDPModule):
         parameters of its own.
         """
         for group in self._sharded_groups():
-            group.change(communication=group.settings.communication.reducing_through(comm, group.label))
+            group.change(communication=group.settings.communication.through(group.label, reduce_scatter=comm))
 
     def _sharded_groups(self) -> list[FSDPParamGroup]:
         return [group for group in self._groups() if group.mesh.shard_group is not None]

@@ -29,11 +29,7 @@ _PARTS = ("core.engine", "core.checkpoint")
 
 @functools.cache
 def start_observers() -> None:
-    """Starts the observers and logs that the environment requests, once in a process.
-
-    Raises:
-        Any exception of an observer, for example for a setting that it cannot read.
-    """
+    """Starts the observers and logs that the environment requests, once in a process."""
     if not any(name.startswith("SHARDKIT_") for name in os.environ):
         return
     start_logs()
@@ -54,11 +50,7 @@ def start_observers() -> None:
 
 @functools.cache
 def start_logs() -> None:
-    """Configures the loggers that the environment names, once in a process.
-
-    Raises:
-        ValueError: for a name that is none of theirs.
-    """
+    """Configures the loggers that the environment names, once in a process."""
     wanted = [word.strip() for word in os.environ.get(_LOGS, "").split(",") if word.strip()]
     if not wanted:
         return

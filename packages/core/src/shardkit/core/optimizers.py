@@ -70,9 +70,6 @@ def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
 
     An optimizer that was built before sharding holds the original parameters, which never get gradients: training would
     silently do nothing. The same holds for gradients that no backward has reduced, or whose user's writes were lost.
-
-    Raises:
-        RuntimeError: with the FQN of the first such parameter.
     """
     known = _held_by.get(optimizer)
     if known is None:
@@ -164,11 +161,7 @@ def _refuse_added(optimizer: torch.optim.Optimizer, held: set[int]) -> None:
 
 @no_dynamo
 def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Step post-hook of every optimizer: tells the groups, because some kernels bump no version counter of a DTensor.
-
-    Raises:
-        RuntimeError: if the closure of the step left gradients that wait: the step has missed them.
-    """
+    """Step post-hook of every optimizer: tells the groups, as some kernels bump no version counter of a DTensor."""
     known = _held_by.get(optimizer)
     steps = None if known is None or known.steps is None else known.steps()
     if known is None or (steps is not None and steps.is_lent):  # the step around this one goes on

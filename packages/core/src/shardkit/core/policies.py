@@ -58,11 +58,7 @@ class MixedPrecisionPolicy:
                 )
 
     def for_parameter(self, parameter: nn.Parameter, fqn: str) -> MixedPrecisionPolicy:
-        """The policy of one parameter: this one, or one with the dtype that `param_dtype_override_fn` returns.
-
-        Raises:
-            ValueError: if the returned dtype is neither `param_dtype` nor the parameter's own; the message has the FQN.
-        """
+        """The policy of one parameter: this one, or one with the dtype that `param_dtype_override_fn` returns."""
         if self.param_dtype_override_fn is None:
             return self
         chosen = self.param_dtype_override_fn(parameter)
@@ -189,10 +185,6 @@ def offload_of_each(policy: OffloadChoice, nbytes: Mapping[str, int]) -> dict[st
     """The offload policy of each parameter of a call. `nbytes` are the bytes of its shard, by FQN below the module.
 
     Of a mapping, the first pattern that matches a parameter decides.
-
-    Raises:
-        ValueError: for a pattern that matches no parameter.
-        TypeError: for anything that is not a policy.
     """
     rules = policy if isinstance(policy, Mapping) else {"*": policy}
     chosen: dict[str, OffloadPolicy] = dict.fromkeys(nbytes, OffloadPolicy())

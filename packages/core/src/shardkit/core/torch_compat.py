@@ -306,13 +306,9 @@ _STEP = torch.optim.Optimizer.profile_hook_step(lambda self: None).__code__
 
 
 def move_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Moves the gradient hooks of `source` to `target`; their users' handles still remove them."""
+    """Moves the gradient hooks of `source` of both kinds to `target`; their users' handles still remove them."""
     if source._backward_hooks:
         _move(source._backward_hooks, target.register_hook)
-
-
-def move_post_accumulate_grad_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
-    """`move_hooks` for hooks of `register_post_accumulate_grad_hook`."""
     if source._post_accumulate_grad_hooks:
         _move(source._post_accumulate_grad_hooks, target.register_post_accumulate_grad_hook)
 

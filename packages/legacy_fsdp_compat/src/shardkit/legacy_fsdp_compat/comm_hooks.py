@@ -24,7 +24,7 @@ def install_hook(groups: Sequence[FSDPParamGroup], state: object, hook: Callable
         group.change(gradient_divide_factor=1.0)
         if group.mesh.shard_group is not None:
             hooked = _HookedReduceScatter(state, hook)
-            group.change(communication=group.settings.communication.reducing_through(hooked, group.label))
+            group.change(communication=group.settings.communication.through(group.label, reduce_scatter=hooked))
         elif group.mesh.shard_axis is None and not _is_scalar_companion(group, groups):
             group.change(native_all_reduce=False, all_reduce_hook=lambda gradient: _call(hook, state, gradient))
         else:

@@ -152,13 +152,7 @@ class _PlacedForm:
 def form_of(
     parameter: torch.Tensor, fqn: str, mesh: DataParallelMesh, placement: Placement | None, holders: Sequence[Holder]
 ) -> ParameterForm:
-    """The form of a parameter that is cut by `placement` over `mesh`; None: replicated.
-
-    Raises:
-        TypeError: for a DTensor without an installed adapter; has the FQN, placements and the package to install.
-        ValueError, TypeError: from the adapter.
-        NotImplementedError: for a DTensor with an unsupported placement; has the FQN and a working alternative.
-    """
+    """The form of a parameter that is cut by `placement` over `mesh`; None: replicated."""
     dim: int | None = getattr(placement, "dim", None)
     if not isinstance(parameter, DTensor):
         spmd: Any = sys.modules.get("spmd_types")  # Note [Annotations]
@@ -225,11 +219,7 @@ def _refuse_cut_blocks(parameter: DTensor, fqn: str, placement: Blocks) -> None:
 
 
 def _check_annotations(annotated: dict[Any, Any], fqn: str, mesh: DataParallelMesh) -> None:
-    """Raises unless the local tensor of a parameter with these annotations may be treated as the whole parameter.
-
-    Raises:
-        NotImplementedError: with FQN, axis and annotation.
-    """
+    """Raises unless the local tensor of a parameter with these annotations may be treated as the whole parameter."""
     spmd: Any = sys.modules["spmd_types"]
     axes = [spmd.MeshAxis.of(group) for group in mesh.groups]
     for axis, kind in annotated.items():
@@ -245,11 +235,7 @@ def _check_annotations(annotated: dict[Any, Any], fqn: str, mesh: DataParallelMe
 
 @functools.cache
 def _dtensor_adapter() -> DTensorAdapter | None:
-    """The adapter that an installed distribution provides, looked up at the first DTensor parameter.
-
-    Raises:
-        RuntimeError: if several distributions provide one.
-    """
+    """The adapter that an installed distribution provides, looked up at the first DTensor parameter."""
     found = list(entry_points(group=ADAPTERS))
     if len(found) > 1:
         names = ", ".join(sorted(f"{entry.name} = {entry.value}" for entry in found))
@@ -301,11 +287,7 @@ class SubclassGather:
 
     @staticmethod
     def wanted_by(local: torch.Tensor, fqn: str) -> bool:
-        """Whether this local tensor has its own all-gather hooks.
-
-        Raises:
-            TypeError: if it has only one of the two.
-        """
+        """Whether this local tensor has its own all-gather hooks."""
         before, after = HOOK, "fsdp_post_all_gather"
         if hasattr(local, before) != hasattr(local, after):
             has, lacks = (before, after) if hasattr(local, before) else (after, before)
@@ -316,12 +298,7 @@ class SubclassGather:
         return hasattr(local, before)
 
     def inputs(self, local: torch.Tensor, module: nn.Module) -> list[torch.Tensor]:
-        """Runs `fsdp_pre_all_gather` in its 1-argument or 5-argument form; returns the tensors to gather.
-
-        Raises:
-            TypeError: for any other signature.
-            ValueError: if the tensors are of other dtypes than before, or cannot be joined.
-        """
+        """Runs `fsdp_pre_all_gather` in its 1-argument or 5-argument form; returns the tensors to gather."""
         hook = local.fsdp_pre_all_gather  # type: ignore[attr-defined]
         arity = len(inspect.signature(hook).parameters)
         if arity == 1:

@@ -61,12 +61,7 @@ class Managed:
 
 
 def modules_of_argument(module: nn.Module | Sequence[nn.Module]) -> tuple[nn.Module, ...]:
-    """Validates the module or modules to shard; drops modules inside others of the list.
-
-    Raises:
-        TypeError: if it is not a module or a list of modules.
-        ValueError: for an empty list, a container without a forward, or a module that is already sharded.
-    """
+    """Validates the module or modules to shard; drops modules inside others of the list."""
     given = tuple(module) if isinstance(module, list | tuple) else (module,)
     if not given:
         raise ValueError("fully_shard got an empty list of modules; pass at least one")
@@ -93,12 +88,7 @@ def modules_of_argument(module: nn.Module | Sequence[nn.Module]) -> tuple[nn.Mod
 
 
 def manage(roots: Sequence[nn.Module], ignored: set[nn.Parameter]) -> Managed:
-    """Walks the modules and collects what the call manages.
-
-    Raises:
-        ValueError: for a parameter that is shared with a replicated module, and for a module that torch's own FSDP has
-            sharded.
-    """
+    """Walks the modules and collects what the call manages."""
     managed = Managed()
     by_id: dict[int, ManagedParameter] = {}
     ties: dict[int, list[Slot]] = {}
@@ -181,9 +171,6 @@ def place(
     """Gives parameters the placements that `shard_placement_fn` chooses; returns them by mesh. Not collective.
 
     An `Owned()` without a rank gets one, the same on all ranks.
-
-    Raises:
-        ValueError, TypeError: for results that cannot be used; the message has the FQN.
     """
     by_mesh: dict[DataParallelMesh, list[ManagedParameter]] = {}
     for one in parameters:
@@ -211,13 +198,7 @@ def place(
 
 
 def _placement_of(managed: ManagedParameter, chosen: object | None) -> Placement | None:
-    """The placement of one parameter from the result of `shard_placement_fn`; None: replicated, as any 0-dim parameter.
-
-    Raises:
-        ValueError: for a dim that the parameter does not have, or a placement that this torch cannot run.
-        TypeError: if the result is not a `Shard`, an `Owned`, a `Blocks`, `Replicate()` or None, or a tensor subclass
-            does not support it, or has half of the all-gather hooks.
-    """
+    """The placement of a parameter from the result of `shard_placement_fn`; None: replicated, as any 0-dim one."""
     shape = tuple(managed.parameter.shape)
     plain = managed.parameter.detach()
     plain = local_of(plain) if isinstance(plain, DTensor) else plain
@@ -263,9 +244,6 @@ def _mesh_of(managed: ManagedParameter, chosen: object | None, default: DataPara
 
     A result with a mesh has attributes `placement` and `mesh_info`, like stock's `ShardPlacementResult`; the latter has
     `mesh`, `shard_mesh_dim` and `replicate_mesh_dim`, like stock's `FSDPMeshInfo`.
-
-    Raises:
-        TypeError: for a `mesh_info` without a mesh, or without an axis to shard over, with the FQN.
     """
     info = getattr(chosen, "mesh_info", None)
     if info is None:

@@ -33,7 +33,6 @@ from shardkit.core.torch_compat import (
     gradient_hooks,
     has_gradient_hooks,
     move_hooks,
-    move_post_accumulate_grad_hooks,
     wraps_tensors,
 )
 
@@ -94,7 +93,6 @@ def move_gradient_hooks(original: torch.Tensor, sharded: torch.Tensor, name: Cal
         requires_grad = sharded.requires_grad
         sharded.requires_grad_()  # it may have been frozen since
         move_hooks(original, sharded)
-        move_post_accumulate_grad_hooks(original, sharded)
         sharded.requires_grad_(requires_grad)
     if original.is_leaf and original.requires_grad and not wraps_tensors(original):
 
@@ -110,11 +108,7 @@ def move_gradient_hooks(original: torch.Tensor, sharded: torch.Tensor, name: Cal
 
 
 def hooked(fqn: str, gradient: DTensor, sharded: torch.Tensor) -> DTensor:
-    """The gradient after the hooks of `sharded`.
-
-    Raises:
-        RuntimeError: if a hook does not return a DTensor like it; the message has the FQN.
-    """
+    """The gradient after the hooks of `sharded`."""
     for hook in gradient_hooks(sharded):
         found = hook(gradient)
         if found is None:
@@ -165,11 +159,7 @@ def lost_summand(fqn: str, gradient: torch.Tensor, sharded: DTensor) -> RuntimeE
 
 
 def refuse_gradient(fqn: str, gradient: torch.Tensor) -> None:
-    """A hook for an unsharded parameter that has been superseded: its gradient would be lost.
-
-    Raises:
-        RuntimeError: always.
-    """
+    """A hook for an unsharded parameter that has been superseded: its gradient would be lost."""
     raise RuntimeError(
         f"parameter '{fqn}' was cast, moved or replaced between the forward and the backward that reached it now, so "
         f"its gradient {tuple(gradient.shape)} would be lost. Do that before forward or after backward"

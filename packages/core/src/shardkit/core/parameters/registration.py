@@ -35,9 +35,6 @@ def register_unsharded(params: Iterable[FSDPParam]) -> None:
     """After a gather: puts unsharded parameters in place of the sharded ones, and makes those that there are not yet.
 
     They require grad where the sharded ones do.
-
-    Raises:
-        RuntimeError: if a module holds another parameter by now.
     """
     for param in params:
         sharded, unsharded = param.sharded_param, param.unsharded_param
@@ -133,12 +130,7 @@ def _was_written_to(param: FSDPParam, unsharded: nn.Parameter) -> bool:
 
 
 def take_over(param: FSDPParam, *, loading: bool) -> bool:
-    """Takes over the user's changes of a sharded parameter; returns whether its shard is another one now.
-
-    Raises:
-        RuntimeError, ValueError: for those that cannot be taken over. While `loading`, some are left as they are:
-            `_replacement`.
-    """
+    """Takes over the user's changes of a sharded parameter; returns whether its shard is another one now."""
     parameter = _replacement(param, loading=loading)
     if parameter is not None:
         _check_replacement(param, parameter)
@@ -171,9 +163,6 @@ def _replacement(param: FSDPParam, *, loading: bool) -> nn.Parameter | None:
     A load with `assign=True` makes a parameter for each use of a tied one: if their values are equal, one is taken for
     all. While `loading`, others are left where they are, for a model's `tie_weights` to decide; so are plain tensors,
     which stand in for parameters in legacy_fsdp_compat's summon_full_params.
-
-    Raises:
-        ValueError: for a tied parameter that would no longer have one value.
     """
     known = (param.sharded_param, param.unsharded_param)
     current = [(slot, parameter) for slot in param.slots if (parameter := slot.get()) is not None]

@@ -64,28 +64,16 @@ class Communication:
     reduce_group: dist.ProcessGroup | None = None
     registered: bool = False
 
-    def gathering_through(self, comm: AllGather, label: str) -> Communication:
-        """Sends gathers through `comm` and its buffers."""
-        self._refuse_compression(type(comm).__name__, label)
-        return replace(self, all_gather=comm)
-
-    def reducing_through(self, comm: ReduceScatter, label: str) -> Communication:
-        """Sends reduce-scatters through `comm` and its buffers."""
-        self._refuse_compression(type(comm).__name__, label)
-        return replace(self, reduce_scatter=comm)
-
-    def reducing_on(self, group: dist.ProcessGroup | None) -> Communication:
-        """Runs reductions on `group`; None: on the shard group."""
-        return replace(self, reduce_group=group)
+    def through(self, label: str, **comms: Any) -> Communication:
+        """Sends gathers through `all_gather`, or reduce-scatters through `reduce_scatter`, and their buffers."""
+        for comm in comms.values():
+            self._refuse_compression(type(comm).__name__, label)
+        return replace(self, **comms)
 
     def in_registered_memory(
         self, enable: bool, group: dist.ProcessGroup, device: torch.device, label: str
     ) -> Communication:
-        """Sets whether memory that the shard group `group` communicates is registered with it.
-
-        Raises:
-            ValueError: if custom communication is set, or the process group has no allocator.
-        """
+        """Sets whether memory that the shard group `group` communicates is registered with it."""
         for comm in (self.all_gather, self.reduce_scatter):
             if comm is not None:
                 raise ValueError(
@@ -106,11 +94,7 @@ class Communication:
             )
 
     def transports(self, group: dist.ProcessGroup | None, device: torch.device, label: str) -> Transports:
-        """The transports over the shard group `group` (collective over it the first time: its ranks meet).
-
-        Raises:
-            RuntimeError: if the ranks do not meet; the message has the label.
-        """
+        """The transports over the shard group `group` (collective over it the first time: its ranks meet)."""
         if group is None or group.size() == 1:
             return Transports(None, None)
         over = self.reduce_group or group

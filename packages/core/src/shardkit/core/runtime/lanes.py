@@ -404,11 +404,7 @@ class StreamTicket:
         self.has_stages = False
 
     def wait(self) -> None:
-        """Makes the current stream wait for the whole program. Every stream that reads its results must call this.
-
-        Raises:
-            RuntimeError: if a CUDA graph is captured now, and was not when the program started.
-        """
+        """Makes the current stream wait for the whole program. Every stream that reads its results must call this."""
         if not self._captured and self._lane.is_captured():
             raise RuntimeError(
                 f"{self._label}: {self._lane.name} was started before the capture of the CUDA graph that uses it, so "

@@ -54,11 +54,7 @@ class RegisteredMemory:
 
 
 def require_memory(group: dist.ProcessGroup, device: torch.device, label: str) -> None:
-    """Checks that `group` can have registered memory on `device`. Not collective; `label` is the parameter group's.
-
-    Raises:
-        ValueError: if the backend of `group` registers no pools.
-    """
+    """Checks that `group` can have registered memory on `device`. Not collective; `label` is the parameter group's."""
     backend = torch_compat.backend_of(group, device)
     if not hasattr(backend, "register_mem_pool") or not hasattr(torch.get_device_module(device), "MemPool"):
         raise ValueError(

@@ -33,9 +33,7 @@ class Table:
         self.label = label
         self.gradients = dict(gradients)
         self.segments: list[Segment] = []
-        self._entries: list[tuple[int, int, int, str]] = []
-        for tensor in tensors:
-            self._entries.append(self._entry(tensor))
+        self._entries = [self._entry(tensor) for tensor in tensors]
 
     def _entry(self, tensor: torch.Tensor | None) -> tuple[int, int, int, str]:
         if tensor is None or not tensor.numel():
@@ -43,11 +41,9 @@ class Table:
         place = locate(tensor)
         assert place is not None and tensor.is_contiguous(), self.label
         segment, offset = place
-        known = [one is segment for one in self.segments]
-        if not any(known):
+        if segment not in self.segments:
             self.segments.append(segment)
-        index = known.index(True) if any(known) else len(self.segments) - 1
-        return index, offset, tensor.numel(), str(tensor.dtype).removeprefix("torch.")
+        return self.segments.index(segment), offset, tensor.numel(), str(tensor.dtype).removeprefix("torch.")
 
     def describe(self) -> bytes:
         """The table as its peers get it."""

@@ -82,19 +82,14 @@ class Outbox:
             return min(fitting, key=lambda one: one.memory.nbytes)
         for parcel in idle:
             self._parcels.remove(parcel)
-            _note(events.StorageFreed, parcel, label)
+            note_freed(parcel.memory.nbytes, label, "outbox")
         parcel = Parcel(nbytes)
         self._parcels.append(parcel)
-        _note(events.StorageAllocated, parcel, label)
+        note_allocated(parcel.memory.nbytes, label, "outbox")
         return parcel
 
     def _is_idle(self, parcel: Parcel) -> bool:
         return parcel.operation is None or self._neighbours.is_released(parcel.operation)
-
-
-def _note(kind: type[events.StorageAllocated] | type[events.StorageFreed], parcel: Parcel, label: str) -> None:
-    if events.hub.active:
-        events.emit(kind(label, parcel.memory.nbytes, "outbox"))
 
 
 class Posting:
@@ -110,11 +105,7 @@ class Posting:
         self.peers: list[list[torch.Tensor] | None] = []
 
     def wait(self) -> None:
-        """Waits until all peers have posted; afterwards `peers[rank]` are that rank's tensors, None for this rank's.
-
-        Raises:
-            ConnectionError, TimeoutError, RuntimeError: as `Neighbours.collect` says.
-        """
+        """Waits until all peers have posted; afterwards `peers[rank]` are that rank's tensors, None for this rank's."""
         if self._failed:  # clean-up after an error waits again for everything that may be in flight
             return
         self._failed = True
@@ -123,11 +114,7 @@ class Posting:
         self.peers = [None if table is None else table.tensors for table in tables]
 
     def wait_released(self) -> None:
-        """Waits until all peers have read this rank's part.
-
-        Raises:
-            RuntimeError: if one of them is gone or does not come; the message has the group's name.
-        """
+        """Waits until all peers have read this rank's part."""
         try:
             if not events.hub.active or self._neighbours.is_released(self.operation):
                 self._neighbours.wait_released(self.operation)
