@@ -1,5 +1,6 @@
 """The attributes that other software uses of a sharded module: one contract per row, tested without the consumer."""
 
+import copy
 import importlib
 import inspect
 from typing import Any
@@ -85,6 +86,38 @@ def test_isinstance_and_state(rank: int, world_size: int) -> None:
     for module in model.modules():
         assert module._is_fsdp_managed_module is True
         assert module._fsdp_use_orig_params is True
+
+
+class _OwnNames(nn.Linear):
+    """Attributes and methods with names that an engine might use, too."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self._groups = self._states = [1, 2]
+
+    def _params(self) -> list[nn.Parameter]:
+        return [*self.parameters()]
+
+    _set = _sharded_groups = _root_schedule = _params
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * len(self._params()) * len(self._groups)
+
+
+@on_ranks(2)
+def test_names_of_the_users_class_stay_its_own(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    plain = _OwnNames()
+    model = shardkit.fully_shard(copy.deepcopy(plain))
+    model.set_requires_gradient_sync(False)
+    model(torch.ones(2, 4)).sum().backward()
+    model.set_requires_gradient_sync(True)
+    model.synchronize_gradients()
+    plain(torch.ones(2, 4)).sum().backward()
+    assert torch.equal(model.weight.grad.full_tensor(), plain.weight.grad)
+    model.reset_iter_state()
+    model.zero_grad()
+    assert model.weight.grad is None
 
 
 @on_ranks(1)

@@ -9,6 +9,7 @@ import torch.distributed.fsdp as stock
 from torch import Tensor, nn
 
 import shardkit.core as shardkit
+from shardkit.core.module import groups_of
 from tests.support import on_ranks, rank_mesh
 from tests.support.models import Block
 from tests.support.sharding import shard_each
@@ -156,7 +157,7 @@ def test_kept_storage_has_one_address(rank: int, world_size: int) -> None:
     model.set_keep_unsharded_storage(True)
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, plain)]
     expected = _addresses(model)
-    kept = [param for group in model._groups(recurse=True) for param in group.params]
+    kept = [param for group in groups_of(model, recurse=True) for param in group.params]
     for step in range(3):
         for one, optimizer in zip((model, plain), optimizers, strict=True):
             _backward(one, step)
@@ -166,7 +167,9 @@ def test_kept_storage_has_one_address(rank: int, world_size: int) -> None:
         assert _addresses(model) == expected
     assert_equal(model.state_dict(), plain.state_dict())
     model[0].set_keep_unsharded_storage(False)
-    sizes = [[flat.untyped_storage().size() for p in g.params for flat in p.flats] for g in model._groups(recurse=True)]
+    sizes = [
+        [flat.untyped_storage().size() for p in g.params for flat in p.flats] for g in groups_of(model, recurse=True)
+    ]
     assert [any(of_group) for of_group in sizes] == [True, False, True]
     model.set_keep_unsharded_storage(False)
     assert not any(flat.untyped_storage().size() for param in kept for flat in param.flats)

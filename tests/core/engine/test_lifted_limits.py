@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardkit.core import MixedPrecisionPolicy, events, fully_shard
+from shardkit.core.module import groups_of
 from tests.support import on_ranks, rank_mesh
 from tests.support.heard import heard
 from tests.support.models import Block, Composed
@@ -111,7 +112,7 @@ def _check_ties(twins: Twins) -> None:
     assert isinstance(model.head.weight, DTensor)
     assert len(list(model.parameters())) == len(list(twins.whole.parameters()))
     assert model.state_dict().keys() == twins.whole.state_dict().keys()
-    params = [param for group in model._groups(recurse=True) for param in group.params]
+    params = [param for group in groups_of(model, recurse=True) for param in group.params]
     assert not any(flat.untyped_storage().size() for param in params for flat in param.flats)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardkit.core import MixedPrecisionPolicy, events, fully_shard
+from shardkit.core.module import groups_of
 from tests.support import on_ranks
 from tests.support.heard import heard
 from tests.support.models import Composed
@@ -344,7 +345,7 @@ def test_reshard_after_forward(rank: int, world_size: int) -> None:
 @on_ranks(4)
 def test_reshard_after_forward_to_neighbours(rank: int, world_size: int) -> None:
     model = _chain(root=True, reshard_after_forward=2)
-    params = [param for block in model.blocks for group in block._groups() for param in group.params]
+    params = [param for block in model.blocks for group in groups_of(block) for param in group.params]
     with Meter() as meter:
         for _ in range(3):
             loss = model(torch.randn(2, WIDTH)).square().sum()

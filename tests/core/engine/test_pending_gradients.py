@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.distributed.tensor import DTensor, Replicate
 
 import shardkit.core as shardkit
+from shardkit.core.module import groups_of
 from tests.support import on_ranks, rank_mesh
 from tests.support.meshes import data_mesh
 from tests.support.models import Composed
@@ -270,7 +271,7 @@ def test_they_are_read_written_and_reduced(
         assert not twins.sharded.get_pending_gradients()
         twins.sharded.synchronize_gradients()
         twins.check_gradients()
-        assert not any(group.settings.all_reduce_grads for group in twins.sharded._groups(recurse=True))
+        assert not any(group.settings.all_reduce_grads for group in groups_of(twins.sharded, recurse=True))
         twins.update()
         twins.check_parameters()
 

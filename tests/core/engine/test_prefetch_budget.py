@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardkit.core import events, fully_shard
+from shardkit.core.module import groups_of
 from tests.support import networked_mesh, on_ranks, rank_mesh
 from tests.support.models import Block, Composed
 from tests.support.sharding import shard_each
@@ -55,7 +56,7 @@ class Meter:
 
 def _needs(model: nn.Module) -> dict[str, int]:
     """The bytes that each group takes while it is gathered."""
-    return {group.label: group.bytes_when_used(in_backward=False) for group in model._groups(recurse=True)}
+    return {group.label: group.bytes_when_used(in_backward=False) for group in groups_of(model, recurse=True)}
 
 
 HIDDEN = (5, 13, 29, 7, 17, 23)
@@ -176,7 +177,7 @@ def test_a_budget_is_the_number_of_groups_that_fit(rank: int, world_size: int) -
         shard_each(*model, model, mesh=mesh)
         model.set_prefetch_budget(room * 8 * 8 * 4 + 17)
         held: list[int] = []
-        count = lambda *unused: held.append(sum(g.is_unsharded for g in model._groups(recurse=True)))  # noqa: E731, B023
+        count = lambda *unused: held.append(sum(g.is_unsharded for g in groups_of(model, recurse=True)))  # noqa: E731, B023
         model[0].register_forward_pre_hook(count)
         for iteration in range(3):
             meter = Meter()
@@ -198,7 +199,7 @@ def test_a_budget_that_is_too_small_names_the_group(rank: int, world_size: int) 
     need = _needs(model)
     root, largest = need["FSDPComposed"] + need["FSDPComposed: gain"], need["blocks.2"]
     # The root's bytes once its gather is done and its packed buffer is freed.
-    held = sum(param.unsharded_bytes for group in model._groups() for param in group.params)
+    held = sum(param.unsharded_bytes for group in groups_of(model) for param in group.params)
     model.set_prefetch_budget(root - 1)
     with pytest.raises(
         ValueError, match=rf"budget of {root - 1} bytes does not hold group 'FSDPComposed.*set_prefetch_budget"
@@ -271,7 +272,7 @@ def test_frozen_groups_that_backward_does_not_need(rank: int, world_size: int) -
         model = _tower(rank_mesh((world_size,)), budget)
         for _ in range(2):
             output = model(batch(rank, 4, WIDTH))
-            unsharded = [group.label for group in model._groups(recurse=True) if group.is_unsharded]
+            unsharded = [group.label for group in groups_of(model, recurse=True) if group.is_unsharded]
             assert ("blocks.0" in unsharded) is False
             meter = Meter()
             with events.subscribe(meter):

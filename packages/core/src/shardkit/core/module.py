@@ -82,23 +82,6 @@ class FSDPModule(StockFSDPModule):
             raise RuntimeError(f"this {type(self).__name__} has lost its FSDP state; call fully_shard on it")
         return state
 
-    def _states(self, recurse: bool) -> Iterable[FSDPState]:
-        modules: Iterable[nn.Module] = cast(nn.Module, self).modules() if recurse else [cast(nn.Module, self)]
-        return dict.fromkeys(state for module in modules if (state := state_of(module)) is not None)
-
-    def _groups(self, recurse: bool = False) -> list[FSDPParamGroup]:
-        return [group for state in self._states(recurse) for group in state.groups]
-
-    def _params(self, recurse: bool) -> list[FSDPParam]:
-        """The parameters of this module, or of all below it. Its groups may have others: of `fully_shard([a, b])`."""
-        below = {*cast(nn.Module, self).modules()}
-        params = (param for group in self._groups(recurse) for param in group.params)
-        return [param for param in params if any(slot.module() in below for slot in param.slots)]
-
-    def _set(self, recurse: bool = False, /, **settings: Any) -> None:
-        for group in self._groups(recurse):
-            group.change(**settings)
-
     # -- unshard and reshard -------------------------------------------------------------------------------------------
 
     @no_dynamo
@@ -109,7 +92,7 @@ class FSDPModule(StockFSDPModule):
         """
         if self._get_fsdp_state().schedule.unended(inside=True):
             return
-        for group in self._groups():
+        for group in groups_of(self):
             group.reshard()
             group.schedule.context.wait_until_peers_have_read()
 
@@ -121,7 +104,7 @@ class FSDPModule(StockFSDPModule):
             async_op: return a handle at once. `handle.wait()`, or the module's own forward, then waits for the gather.
                 Otherwise waits here and returns None.
         """
-        groups = self._groups()
+        groups = groups_of(self)
         state = self._get_fsdp_state()
         state.schedule.refuse_unended(f"unshard() of '{state.fqn}' is called", inside=True)
         for group in groups:
@@ -146,7 +129,7 @@ class FSDPModule(StockFSDPModule):
             RuntimeError: if this module is not the root, or if the finalization of another root that shares the
                 communication context has not been waited for.
         """
-        reset(self._root_schedule("reset_iter_state"))
+        reset(_root_schedule(self, "reset_iter_state"))
 
     # -- when gradients are reduced ------------------------------------------------------------------------------------
 
@@ -165,7 +148,7 @@ class FSDPModule(StockFSDPModule):
         Raises:
             RuntimeError: below the root, during a backward, or between a backward and its finalization.
         """
-        self._root_schedule("set_manual_backward_finalization").set_manual_finalization(enabled)
+        _root_schedule(self, "set_manual_backward_finalization").set_manual_finalization(enabled)
 
     @overload
     def finalize_backward(self, *, async_op: Literal[False] = False) -> None: ...
@@ -192,17 +175,11 @@ class FSDPModule(StockFSDPModule):
         state = self._get_fsdp_state()
         if state.is_root is None:
             return GradientReductionHandle(None) if async_op else None
-        finalization = finalize_backward(self._root_schedule("finalize_backward"))
+        finalization = finalize_backward(_root_schedule(self, "finalize_backward"))
         if async_op:
             return GradientReductionHandle(finalization)
         finalization.wait()
         return None
-
-    def _root_schedule(self, method: str) -> Schedule[FSDPState]:
-        state = self._get_fsdp_state()
-        if state.is_root is False:
-            raise RuntimeError(f"{method} must be called on the root, '{state.fqn}' is below it; call it there")
-        return state.schedule
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Sets whether backward reduces gradients; if not, they accumulate unsharded in `reduce_dtype`.
@@ -214,11 +191,11 @@ class FSDPModule(StockFSDPModule):
             ValueError: for anything but True and False, as all setters of this kind.
         """
         sync = _flag("requires_gradient_sync", requires_gradient_sync)
-        self._set(recurse, reduce_grads=sync, all_reduce_grads=sync)
+        _set(self, recurse, reduce_grads=sync, all_reduce_grads=sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """HSDP: sets whether backward all-reduces over replicas; if not, reduce-scattered gradients accumulate."""
-        self._set(recurse, all_reduce_grads=_flag("requires_all_reduce", requires_all_reduce))
+        _set(self, recurse, all_reduce_grads=_flag("requires_all_reduce", requires_all_reduce))
 
     @no_dynamo
     def synchronize_gradients(self, *, recurse: bool = True) -> None:
@@ -232,7 +209,7 @@ class FSDPModule(StockFSDPModule):
         """
         schedule = self._get_fsdp_state().schedule
         schedule.refuse_in_backward("synchronize_gradients")
-        for group in reversed(self._groups(recurse)):
+        for group in reversed(groups_of(self, recurse)):
             group.synchronize_gradients()
         schedule.finish_reductions()
 
@@ -251,14 +228,14 @@ class FSDPModule(StockFSDPModule):
         schedule = self._get_fsdp_state().schedule
         schedule.refuse_in_backward("get_pending_gradients")
         schedule.finish_reductions()
-        pending = ((param.sharded_param, param.pending) for param in self._params(recurse))
+        pending = ((param.sharded_param, param.pending) for param in _params(self, recurse))
         return {parameter: two for parameter, two in pending if any(one is not None for one in two)}
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divides the sum of gradients by `factor` instead of by the number of data-parallel ranks."""
         if not factor > 0:
             raise ValueError(f"the gradient divide factor must be a positive number, got {factor}")
-        self._set(gradient_divide_factor=factor)
+        _set(self, gradient_divide_factor=factor)
 
     @deprecated("Use `set_gradient_divide_factor` instead")
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
@@ -267,11 +244,11 @@ class FSDPModule(StockFSDPModule):
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Sets whether collectives only sum and gradients are divided by separate operations."""
-        self._set(force_sum_reduction=_flag("enable", enable))
+        _set(self, force_sum_reduction=_flag("enable", enable))
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Sets whether parameters without a gradient are reduced as zeros, for ranks that take different branches."""
-        self._set(recurse, reduce_unused_params=_flag("reduce_scatter_unused_params", reduce_scatter_unused_params))
+        _set(self, recurse, reduce_unused_params=_flag("reduce_scatter_unused_params", reduce_scatter_unused_params))
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """Limits how many groups' unsharded gradients may be in reduction at once: fewer save memory, more overlap."""
@@ -279,7 +256,7 @@ class FSDPModule(StockFSDPModule):
             raise TypeError(f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}")
         if max_input_buffers < 1:
             raise ValueError(f"max_input_buffers must be at least 1, got {max_input_buffers}")
-        self._set(recurse, max_reduce_inputs=max_input_buffers)
+        _set(self, recurse, max_reduce_inputs=max_input_buffers)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Sets whether reductions use their own process group (collective: makes one for each shard group).
@@ -287,7 +264,7 @@ class FSDPModule(StockFSDPModule):
         A change takes effect at the next gather, for the reductions after it.
         """
         made: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        for group in self._groups(recurse):
+        for group in groups_of(self, recurse):
             shard = group.mesh.shard_group
             ranks = () if shard is None else tuple(dist.get_process_group_ranks(shard))
             if enable and ranks and ranks not in made:
@@ -304,10 +281,10 @@ class FSDPModule(StockFSDPModule):
             hook: receives the 1-D reduced gradients of a group, in `reduce_dtype`.
             stream: the stream that runs the hook; only without native HSDP.
         """
-        for group in self._groups():
+        for group in groups_of(self):
             if stream is not None and group.mesh.shard_axis is not None and group.mesh.replicate_axes:
                 raise ValueError(f"group '{group.label}': stream cannot be set together with native HSDP; leave it out")
-        self._set(all_reduce_hook=hook, all_reduce_hook_stream=stream)
+        _set(self, all_reduce_hook=hook, all_reduce_hook_stream=stream)
 
     # -- when parameters are freed and gathered ------------------------------------------------------------------------
 
@@ -315,24 +292,24 @@ class FSDPModule(StockFSDPModule):
         """Changes the `reshard_after_forward` of `fully_shard`."""
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(f"set_reshard_after_forward takes a bool, got {reshard_after_forward!r}")
-        for state in self._states(recurse):
+        for state in _states(self, recurse):
             state.auto_reshard = False
-        self._set(recurse, reshard_after_forward=reshard_after_forward, post_forward_mesh=None)
+        _set(self, recurse, reshard_after_forward=reshard_after_forward, post_forward_mesh=None)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Sets whether backward frees unsharded parameters; keeping them saves the next forward's gather."""
-        self._set(recurse, reshard_after_backward=_flag("reshard_after_backward", reshard_after_backward))
+        _set(self, recurse, reshard_after_backward=_flag("reshard_after_backward", reshard_after_backward))
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Sets whether unsharded parameters keep their memory, and so their addresses, when they are resharded.
 
         For CUDA graphs: each gather writes to the same memory. A prefetch budget does not count memory kept this way.
         """
-        self._set(recurse, keep_unsharded_storage=_flag("keep", keep))
+        _set(self, recurse, keep_unsharded_storage=_flag("keep", keep))
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Sets whether backward needs this module's parameters (an embedding's backward does not)."""
-        self._set(unshard_in_backward=_flag("unshard_in_backward", unshard_in_backward))
+        _set(self, unshard_in_backward=_flag("unshard_in_backward", unshard_in_backward))
 
     def set_prefetch_depth(self, depth: int) -> None:
         """Sets how many groups are gathered ahead in forward and backward (default 1). Call it on the root.
@@ -409,7 +386,7 @@ class FSDPModule(StockFSDPModule):
 
         A change takes effect at the next gather. Does nothing on a module without sharded parameters of its own.
         """
-        for group in self._sharded_groups():
+        for group in _sharded_groups(self):
             group.change(communication=group.settings.communication.through(group.label, all_gather=comm))
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:  # type: ignore[override]
@@ -418,11 +395,8 @@ class FSDPModule(StockFSDPModule):
         A change takes effect at the next gather, for the reductions after it. Does nothing on a module without sharded
         parameters of its own.
         """
-        for group in self._sharded_groups():
+        for group in _sharded_groups(self):
             group.change(communication=group.settings.communication.through(group.label, reduce_scatter=comm))
-
-    def _sharded_groups(self) -> list[FSDPParamGroup]:
-        return [group for group in self._groups() if group.mesh.shard_group is not None]
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Sets whether the memory that this module communicates is registered with its process group.
@@ -437,7 +411,7 @@ class FSDPModule(StockFSDPModule):
         Raises:
             ValueError: if the backend has no allocator (gloo), or custom communication or compression is set.
         """
-        for group in self._sharded_groups():
+        for group in _sharded_groups(self):
             shard = group.mesh.shard_group
             assert shard is not None
             group.change(
@@ -466,7 +440,7 @@ class FSDPModule(StockFSDPModule):
         Sharded parameters are included while their unsharded versions are registered.
         """
         super().zero_grad(set_to_none)  # type: ignore[misc]
-        for param in self._params(recurse=True):
+        for param in _params(self, recurse=True):
             param.zero_grad(set_to_none)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
@@ -478,7 +452,7 @@ class FSDPModule(StockFSDPModule):
         state = self._get_fsdp_state()
         state.schedule.refuse_unended(f"'{state.fqn}' is cast or moved", inside=True)
         self.reshard()
-        params = [param for group in self._groups() for param in group.params]
+        params = [param for group in groups_of(self) for param in group.params]
         attributes = [user_attributes(param.sharded_param) for param in params]
         gradients = [param.take_gradients() for param in params]
         try:  # skips stock's own _apply, which reads stock's parameter groups
@@ -487,11 +461,47 @@ class FSDPModule(StockFSDPModule):
             for param, put in zip(params, attributes, strict=True):
                 param.sharded_param.__dict__.update(put)  # torch replaces a DTensor's attributes by those of a new one
             try:
-                for group in self._groups():
+                for group in groups_of(self):
                     group.sweep(loading=True)
             finally:
                 for param, gradient in zip(params, gradients, strict=True):
                     param.put_gradients_back(gradient)
+
+
+# -- functions, as a method or attribute of the user's class may have any name -----------------------------------------
+
+
+def _states(module: FSDPModule, recurse: bool = False) -> Iterable[FSDPState]:
+    below = cast(nn.Module, module).modules() if recurse else [cast(nn.Module, module)]
+    return dict.fromkeys(state for one in below if (state := state_of(one)) is not None)
+
+
+def groups_of(module: FSDPModule, recurse: bool = False) -> list[FSDPParamGroup]:
+    """The groups of a module, or of all below it."""
+    return [group for state in _states(module, recurse) for group in state.groups]
+
+
+def _sharded_groups(module: FSDPModule) -> list[FSDPParamGroup]:
+    return [group for group in groups_of(module) if group.mesh.shard_group is not None]
+
+
+def _params(module: FSDPModule, recurse: bool) -> list[FSDPParam]:
+    """The parameters of a module, or of all below it. Its groups may have others: of `fully_shard([a, b])`."""
+    below = {*cast(nn.Module, module).modules()}
+    params = (param for group in groups_of(module, recurse) for param in group.params)
+    return [param for param in params if any(slot.module() in below for slot in param.slots)]
+
+
+def _set(module: FSDPModule, recurse: bool = False, /, **settings: Any) -> None:
+    for group in groups_of(module, recurse):
+        group.change(**settings)
+
+
+def _root_schedule(module: FSDPModule, method: str) -> Schedule[FSDPState]:
+    state = module._get_fsdp_state()
+    if state.is_root is False:
+        raise RuntimeError(f"{method} must be called on the root, '{state.fqn}' is below it; call it there")
+    return state.schedule
 
 
 def _prefetch_list(method: str, modules: Iterable[FSDPModule]) -> list[weakref.ReferenceType[FSDPState]]:
