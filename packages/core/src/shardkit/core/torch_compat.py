@@ -20,7 +20,7 @@ import torch.distributed.checkpoint.state_dict as dcp_state_dict
 import torch.distributed.fsdp as stock_fsdp
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed import _composable_state
+from torch.distributed import ProcessGroup, Work, _composable_state
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed.checkpoint.filesystem import _StorageInfo as CheckpointStorageInfo
 from torch.distributed.device_mesh import DeviceMesh
@@ -481,7 +481,7 @@ def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
         return [*map(version_of, tensors)]
 
 
-def backend_of(group: torch.distributed.ProcessGroup, device: torch.device) -> Any:
+def backend_of(group: ProcessGroup, device: torch.device) -> Any:
     """The backend that serves `device` in `group`, None for groups that do not consist of backends."""
     try:
         return group._get_backend(device)
@@ -489,7 +489,7 @@ def backend_of(group: torch.distributed.ProcessGroup, device: torch.device) -> A
         return None
 
 
-def timeout_of(group: torch.distributed.ProcessGroup, device: torch.device) -> float:
+def timeout_of(group: ProcessGroup, device: torch.device) -> float:
     """Timeout of operations of `group`, in seconds; c10d's default if the backend does not report one."""
     options = getattr(backend_of(group, device), "options", None)
     timeout = getattr(options, "_timeout", None) or torch.distributed.distributed_c10d.default_pg_timeout
@@ -506,28 +506,21 @@ reduce_scatter_flat: Callable[..., Any] = (
 
 
 def all_gather_coalesced(
-    group: torch.distributed.ProcessGroup,
-    outputs: list[torch.Tensor],
-    inputs: list[torch.Tensor],
-    async_op: bool,
-) -> torch.distributed.Work:
+    group: ProcessGroup, outputs: list[torch.Tensor], inputs: list[torch.Tensor], async_op: bool
+) -> Work:
     """One launch of several all-gathers: the call behind c10d's coalescing manager, without its bookkeeping."""
     options = torch._C._distributed_c10d.AllgatherOptions()
     options.asyncOp = async_op
     call = getattr(group, "all_gather_single_coalesced", None) or group.allgather_into_tensor_coalesced
-    return cast(torch.distributed.Work, call(outputs, inputs, options))
+    return cast(Work, call(outputs, inputs, options))
 
 
 def reduce_scatter_coalesced(
-    group: torch.distributed.ProcessGroup,
-    outputs: list[torch.Tensor],
-    inputs: list[torch.Tensor],
-    op: Any,
-    async_op: bool,
-) -> torch.distributed.Work:
+    group: ProcessGroup, outputs: list[torch.Tensor], inputs: list[torch.Tensor], op: Any, async_op: bool
+) -> Work:
     """One launch of several reduce-scatters: the call behind c10d's coalescing manager, without its bookkeeping."""
     options = torch._C._distributed_c10d.ReduceScatterOptions()
     options.reduceOp = op
     options.asyncOp = async_op
     call = getattr(group, "reduce_scatter_single_coalesced", None) or group.reduce_scatter_tensor_coalesced
-    return cast(torch.distributed.Work, call(outputs, inputs, options))
+    return cast(Work, call(outputs, inputs, options))

@@ -416,7 +416,7 @@ class FSDPParamGroup:
     def begin_backward(self) -> None:
         """Call when the parameters are gathered and a backward is about to read them."""
         for param in self.params:
-            if param.gradient_dtype.may_defer:
+            if param.may_defer:
                 param.defer_cast(will_reduce=self.settings.reduce_grads)
 
     @outside_transforms
@@ -436,7 +436,7 @@ class FSDPParamGroup:
                 param.accumulate_unsharded()
         self._accumulating = not reduces
         for param in self.params:
-            if param.gradient_dtype.may_defer:
+            if param.may_defer:
                 param.end_deferring()
         # Before the reduction, which takes memory: the parameters' is there for it, or for the next gather.
         self.reshard_after_use(stays=stays, cache=cache)

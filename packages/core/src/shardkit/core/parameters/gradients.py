@@ -22,6 +22,7 @@ the sharded parameter's gradient, and never change. It gets a hook that raises.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, NoReturn, cast
 
 import torch
@@ -39,49 +40,49 @@ from shardkit.core.torch_compat import (
 _MARK = "_shardkit_origin"
 
 
+@dataclass(frozen=True)
 class GradientDtype:
-    """The `grad_dtype` that the user has set for one parameter, and its consequences.
+    """The dtypes of one parameter's gradients.
 
     Attributes:
         sums: the dtype of sums; None for the dtype of the gradient.
         delivered: the dtype of the sharded gradient; None for the dtype of the sum.
-        is_set: whether the user has.
-        may_defer: whether sums are wider than the computation, so that their cast can be deferred.
+        chosen: the `grad_dtype` that the user has set, which may be None; empty if the user has not.
     """
 
-    def __init__(self) -> None:
-        self.sums: torch.dtype | None = None
-        self.delivered: torch.dtype | None = None
-        self.is_set = False
-        self._dtype: torch.dtype | None = None
-        self.may_defer = False
+    sums: torch.dtype | None = None
+    delivered: torch.dtype | None = None
+    chosen: tuple[torch.dtype | None, ...] = ()
 
-    def note(self, parameter: torch.Tensor) -> None:
-        """Takes over the setting of `parameter`. Casts, moves and assigning loads replace parameters without it."""
+    def decided(
+        self, parameter: torch.Tensor, reduce_dtype: torch.dtype | None, original: torch.dtype
+    ) -> GradientDtype:
+        """The dtypes for `parameter`, of dtype `original`, with its `grad_dtype`.
+
+        If it has none, the user's choice before stays: casts, moves and assigning loads replace parameters without it.
+        """
         is_set, dtype = grad_dtype_of(parameter)
-        if is_set:
-            self.is_set, self._dtype = True, dtype
-
-    def decide(self, reduce_dtype: torch.dtype | None, original: torch.dtype) -> None:
-        """Decides on the dtypes of a parameter of dtype `original`."""
-        self.delivered = self._dtype if self.is_set else original
-        self.sums = reduce_dtype or (self.delivered if self.is_set or GRAD_DTYPE_DECIDES else None)
+        chosen = (dtype,) if is_set else self.chosen
+        delivered = chosen[0] if chosen else original
+        return GradientDtype(reduce_dtype or (delivered if chosen or GRAD_DTYPE_DECIDES else None), delivered, chosen)
 
     def put_on(self, sharded: torch.Tensor) -> None:
-        """Sets it on the sharded parameter, if the user has set it: torch drops it in casts and moves."""
-        if self.is_set:
-            sharded.grad_dtype = self._dtype
+        """Sets the user's choice on the sharded parameter: torch drops it in casts and moves."""
+        if self.chosen:
+            (sharded.grad_dtype,) = self.chosen
 
-    def prepare(self, unsharded: torch.Tensor, *, sums_elsewhere: bool) -> None:
+    def prepare(self, unsharded: torch.Tensor, *, sums_elsewhere: bool) -> bool:
         """Tells autograd to leave gradients in the dtype of sums on a new unsharded parameter.
 
-        `sums_elsewhere`: whether they may be summed over axes that are not data-parallel before.
+        Returns whether they are wider than the computation. `sums_elsewhere`: whether they may be summed over axes that
+        are not data-parallel before.
         """
-        sums, self.may_defer = self.sums, False
-        asked = GRAD_DTYPE_DECIDES or self.is_set or (sums_elsewhere and sums is not None)
-        if asked and unsharded.dtype.is_floating_point and sums != unsharded.dtype:
-            unsharded.grad_dtype = sums
-            self.may_defer = sums is not None and sums.itemsize > unsharded.itemsize and not sums_elsewhere
+        sums = self.sums
+        asked = GRAD_DTYPE_DECIDES or bool(self.chosen) or (sums_elsewhere and sums is not None)
+        if not asked or not unsharded.dtype.is_floating_point or sums == unsharded.dtype:
+            return False
+        unsharded.grad_dtype = sums
+        return sums is not None and sums.itemsize > unsharded.itemsize and not sums_elsewhere
 
 
 def move_gradient_hooks(original: torch.Tensor, sharded: torch.Tensor, name: Callable[[], str]) -> None:

@@ -59,7 +59,6 @@ from shardkit.core.runtime.storage import (
     free_storage,
     longer_flat,
     outside_inference,
-    raw_view,
 )
 from shardkit.core.stock_names import PARAM_NAMES, answers_stock_names
 from shardkit.core.torch_compat import (
@@ -180,8 +179,6 @@ class FSDPParam:
         self.mesh = mesh
         self.device = device
         self.mp_policy = mp_policy.for_parameter(original, fqn)
-        self.gradient_dtype = GradientDtype()
-        self.gradient_dtype.note(original)
         self.offload = offload_policy if isinstance(offload_policy, CPUOffloadPolicy) else None
         self.pinned = self.offload is not None and self.offload.pin_memory and device.type != "cpu"
         self.form = form
@@ -194,7 +191,9 @@ class FSDPParam:
         shard = shard_of(plain, self.layout, mesh.shard_rank, home)
         self.sharded_param = nn.Parameter(form.sharded(shard), requires_grad=original.requires_grad)
         self.sharded_param.__dict__.update(user_attributes(original))
+        self.gradient_dtype = GradientDtype().decided(original, self.mp_policy.reduce_dtype, shard.dtype)
         self.gradient_dtype.put_on(self.sharded_param)
+        self.may_defer = False  # whether sums are wider than the computation, so that their cast can be deferred
         # Of the unsharded parameter, unless a hook chooses: adapters.py, Note [Attributes of parameters].
         keeps_class = type(original) is not torch.Tensor and not wraps_tensors(original)
         self._unsharded_class: type[torch.Tensor] = type(original) if keeps_class else nn.Parameter
@@ -223,9 +222,8 @@ class FSDPParam:
         take_meaning(cast(DTensor, parameter), old)
         _became[self.sharded_param] = weakref.ref(self)  # an optimizer may hold it still
         _became.pop(parameter, None)  # where one that was replaced comes back
-        if not (loading and self.gradient_dtype.is_set):
-            self.gradient_dtype.note(parameter)
-        self.gradient_dtype.decide(self.mp_policy.reduce_dtype, self.orig_dtype)
+        if not (loading and self.gradient_dtype.chosen):
+            self._decide_gradient_dtype(parameter)
         self.gradient_dtype.put_on(parameter)
         self.sharded_param = parameter
         self.origin = parameter.untyped_storage()
@@ -267,7 +265,7 @@ class FSDPParam:
         self.subclass = None
         if SubclassGather.wanted_by(local, self.fqn):
             self.subclass = SubclassGather(self.fqn, self.mesh.shard_mesh, self.shape, self.layout, self.mp_policy)
-        self.gradient_dtype.decide(self.mp_policy.reduce_dtype, self.orig_dtype)
+        self._decide_gradient_dtype(self.sharded_param)
         # At world size 1 nothing is gathered: the unsharded parameter is the shard itself.
         self.aliased = (
             self.mesh.shard_size == 1
@@ -331,8 +329,7 @@ class FSDPParam:
 
     def check_ready(self) -> None:
         """Before the first gather: raises RuntimeError if the shard is on the wrong device."""
-        self.gradient_dtype.note(self.sharded_param)
-        self.gradient_dtype.decide(self.mp_policy.reduce_dtype, self.orig_dtype)
+        self._decide_gradient_dtype(self.sharded_param)
         seen, offloaded = self.shard.device, self.offload is not None
         expected = "cpu" if offloaded else self.device.type
         if seen.type == "meta":
@@ -406,7 +403,7 @@ class FSDPParam:
         if self.subclass is not None:
             # Views with version counters of their own, because the next gather writes to the flats; and the parameter
             # itself, as the hook may put new metadata, such as a scale, on the object.
-            gathered = [raw_view(flat)[: target.numel()] for flat, target in zip(self.flats, self.targets, strict=True)]
+            gathered = [dense_view(flat, target.shape) for flat, target in zip(self.flats, self.targets, strict=True)]
             tensor = self.subclass.unsharded(self.shard, gathered, self.dtype, self.unsharded_param)
             if tensor is None:
                 assert self.unsharded_param is not None
@@ -426,7 +423,7 @@ class FSDPParam:
             else:
                 unsharded = nn.Parameter(tensor.as_subclass(cls), requires_grad)
         unsharded.__dict__.update(user_attributes(self.sharded_param))
-        self.gradient_dtype.prepare(unsharded, sums_elsewhere=self.form.sums_elsewhere)
+        self.may_defer = self.gradient_dtype.prepare(unsharded, sums_elsewhere=self.form.sums_elsewhere)
         _became[unsharded] = weakref.ref(self)
         self.unsharded_param = unsharded
         storage = unsharded.untyped_storage()
@@ -464,11 +461,13 @@ class FSDPParam:
 
     # -- gradients -----------------------------------------------------------------------------------------------------
 
+    def _decide_gradient_dtype(self, parameter: torch.Tensor) -> None:
+        self.gradient_dtype = self.gradient_dtype.decided(parameter, self.mp_policy.reduce_dtype, self.orig_dtype)
+
     def take_gradients(self) -> torch.Tensor | None:
         """Before a cast or move of the module: takes away a gradient whose dtype must not follow the parameter's."""
-        self.gradient_dtype.note(self.sharded_param)
-        self.gradient_dtype.decide(self.mp_policy.reduce_dtype, self.orig_dtype)
-        gradient = self.sharded_param.grad if self.gradient_dtype.is_set else None
+        self._decide_gradient_dtype(self.sharded_param)
+        gradient = self.sharded_param.grad if self.gradient_dtype.chosen else None
         if gradient is not None:
             self.sharded_param.grad = None
         return gradient
@@ -482,7 +481,7 @@ class FSDPParam:
     def defer_cast(self, *, will_reduce: bool) -> None:
         """At the start of a backward: tells autograd not to cast gradients to wider sums, if the reduction will.
 
-        For parameters whose `gradient_dtype.may_defer`. A first gradient that is not reduced must be cast at once, as
+        If `may_defer`. A first gradient that is not reduced must be cast at once, as
         in stock: autograd then adds the contributions of several uses of the parameter in the dtype of sums.
         """
         unsharded = self.unsharded_param
@@ -540,7 +539,7 @@ class FSDPParam:
                 gradient += fresh
         elif zeros_if_unused or waits:  # ranks send zeros or gradients, of the dtype that autograd leaves
             asked = self.gradient_dtype.sums if parameter is None else parameter.grad_dtype
-            dtype = self.dtype if asked is None or self.gradient_dtype.may_defer else asked
+            dtype = self.dtype if asked is None or self.may_defer else asked
             if gradient is not None:
                 gradient = gradient.to(dtype)
             elif waits or (parameter is not None and parameter.requires_grad):

@@ -86,21 +86,11 @@ def longer_flat(flat: torch.Tensor, numel: int) -> torch.Tensor:
 def dense_view(flat: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     """A dense tensor of `shape` over the beginning of the storage of ``flat``, of the same dtype.
 
-    Its version counter is a separate one, at 0 (`.data`; `set_` counts as a write).
+    Its version counter is a separate one, at 0 (`.data`; `set_` counts as a write): autograd does not mistake a gather
+    for a user's in-place change. It stays valid when the storage is freed and allocated again.
     """
     empty = torch.empty(0, dtype=flat.dtype, device=flat.device)
     return empty.set_(flat.untyped_storage(), 0, shape, dense_strides(shape)).data
-
-
-def raw_view(tensor: torch.Tensor) -> torch.Tensor:
-    """A 1-D tensor of the same dtype over the whole storage of ``tensor``, with a separate version counter.
-
-    Writing to it does not change the version counter of ``tensor``, so autograd does not mistake a gather for a user's
-    in-place change. The storage must be allocated. The view stays valid when the storage is freed and allocated again.
-    """
-    raw = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    storage = tensor.untyped_storage()
-    return raw.set_(storage, 0, (storage.size() // tensor.itemsize,), (1,))  # type: ignore[call-overload, no-any-return, unused-ignore]
 
 
 def runs(tensors: Sequence[torch.Tensor], places: Iterable[int]) -> list[tuple[torch.Tensor, list[int]]]:
