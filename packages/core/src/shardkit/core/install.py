@@ -38,6 +38,7 @@ _OURS: Mapping[str, Callable[..., Any]] = {
     "share_comm_ctx": share_comm_ctx,
 }
 _REQUIRED = ("fully_shard", "register_fsdp_forward_method")
+_KEEP_NAMES = ("shardkit.", "torch.distributed.checkpoint.")
 _PACKAGE = "torch.distributed.fsdp"
 # The places where torch defines and re-exports its functions. A torch without one of these modules differs.
 _HOMES = (_PACKAGE, f"{_PACKAGE}._fully_shard", f"{_PACKAGE}._fully_shard._fully_shard")
@@ -191,7 +192,7 @@ def _bind(replacements: list[tuple[Any, Any]]) -> tuple[str, ...]:
     by_id = {id(old): new for old, new in replacements}  # `replacements` keeps the old ones alive
     replaced = []
     for module in list(sys.modules.values()):
-        if not isinstance(module, ModuleType) or _keeps_names(module):
+        if not isinstance(module, ModuleType) or module.__name__.startswith(_KEEP_NAMES):
             continue
         namespace = vars(module)
         for name, value in list(namespace.items()):
@@ -199,10 +200,6 @@ def _bind(replacements: list[tuple[Any, Any]]) -> tuple[str, ...]:
                 namespace[name] = by_id[id(value)]
                 replaced.append(f"{module.__name__}.{name}")
     return tuple(sorted(set(replaced)))
-
-
-def _keeps_names(module: ModuleType) -> bool:
-    return module.__name__.startswith(("shardkit.", "torch.distributed.checkpoint."))
 
 
 # -- the first forward: a line on stderr, and a file for `shardkit run` ------------------------------------------------

@@ -547,7 +547,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         raise ValueError(f"{type(module).__name__} has no method {method_name!r} to register; define it first")
     # A bound method would make the module hold itself. Any other callable is called as it is.
     own = isinstance(bound, types.MethodType) and bound.__self__ is module
-    function: Callable[..., Any] = bound.__func__ if own else _without_self(bound)
+    function: Callable[..., Any] = bound.__func__ if own else lambda _, *args, **kwargs: bound(*args, **kwargs)
     state, owner = module._get_fsdp_state(), weakref.ref(module)
 
     @functools.wraps(function if own else bound)
@@ -566,10 +566,6 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         return output
 
     object.__setattr__(module, method_name, method)
-
-
-def _without_self(function: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda _, *args, **kwargs: function(*args, **kwargs)
 
 
 def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:

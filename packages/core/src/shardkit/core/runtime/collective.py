@@ -120,7 +120,8 @@ class C10dTransport(NetworkTransport):
         if not self._averages:
             mean = mean.as_sum(self.world_size)
         packed = plan.pack(grads)
-        rows = [flat_gradient(plan, grads[i], mean.before) for i in plan.direct]
+        divided = (grads[i] if mean.before is None else torch.div(grads[i], mean.before) for i in plan.direct)
+        rows = [grad.to(plan.wire_dtype).contiguous().view(-1) for grad in divided]
         grads.clear()
         note_allocated(plan.direct_nbytes, plan.label, "gradient")
         return self._reduce(plan, rows, packed, mean)
@@ -181,13 +182,6 @@ def _write_own_chunks(
 # A view costs a microsecond; a group has dozens of small chunks, most of them 1-D already.
 def _shaped(chunk: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     return chunk.view(shape) if len(shape) > 1 else chunk
-
-
-def flat_gradient(plan: ReducePlan, grad: torch.Tensor, divisor: float | None) -> torch.Tensor:
-    """The gradient as a flat tensor in wire dtype; without a copy if strides, dtype and divisor allow."""
-    if divisor is not None:
-        grad = torch.div(grad, divisor)
-    return grad.to(plan.wire_dtype).contiguous().view(-1)
 
 
 # -- one rank, and all-reduce ------------------------------------------------------------------------------------------

@@ -76,7 +76,8 @@ class Outbox:
     def parcel(self, specs: Specs, label: str) -> Parcel:
         """A parcel with room for `specs`, contents undefined. The caller posts it before it asks for the next one."""
         nbytes = sum(aligned(numel * dtype.itemsize) for numel, dtype in specs) or ALIGNMENT
-        idle = [parcel for parcel in self._parcels if self._is_idle(parcel)]
+        is_read = self._neighbours.is_released
+        idle = [parcel for parcel in self._parcels if parcel.operation is None or is_read(parcel.operation)]
         fitting = [parcel for parcel in idle if parcel.memory.nbytes >= nbytes]
         if fitting:
             return min(fitting, key=lambda one: one.memory.nbytes)
@@ -87,9 +88,6 @@ class Outbox:
         self._parcels.append(parcel)
         note_allocated(parcel.memory.nbytes, label, "outbox")
         return parcel
-
-    def _is_idle(self, parcel: Parcel) -> bool:
-        return parcel.operation is None or self._neighbours.is_released(parcel.operation)
 
 
 class Posting:
@@ -228,7 +226,11 @@ class SharedTransport(Transport):
             binding = GatherBinding(plan, sources, flats)
             if binding.table is not None:  # else the sources are new for each gather, and must not be kept alive
                 self._bindings[plan] = binding
-        posting = self._post_shards(binding.table) if binding.table is not None else self._post_copies(plan, sources)
+        if binding.table is not None:
+            posting = Posting(self._neighbours, Channel.GATHER, binding.table)
+            self._read_by_peers.append(posting)
+        else:
+            posting = self._post_copies(plan, sources)
         try:
             with reported(plan, launched):
                 yield (posting,)
@@ -237,11 +239,6 @@ class SharedTransport(Transport):
                     foreach_copy_(targets, chunks)
         finally:
             posting.release()
-
-    def _post_shards(self, table: Table) -> Posting:
-        posting = Posting(self._neighbours, Channel.GATHER, table)
-        self._read_by_peers.append(posting)
-        return posting
 
     def _post_copies(self, plan: GatherPlan, sources: Sequence[torch.Tensor]) -> Posting:
         specs = tuple((source.numel(), item.dtype) for source, item in zip(sources, plan.items, strict=True))
