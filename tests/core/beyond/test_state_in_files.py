@@ -355,7 +355,7 @@ def _full_disk(rank: int, world_size: int, path: Path) -> None:
     runs = Runs(world_size, FileTier(path, "1GiB"))
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, most))
     runs.step(0)
-    with pytest.raises(RuntimeError, match=rf"step of '0\.weight' failed: .*{path} has no room for \d+ bytes .*'0\."):
+    with pytest.raises(RuntimeError, match=rf"step of '0\.weight' failed: .*{path} cannot take \d+ bytes .*'0\."):
         runs.models[0].state_dict()
     resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
     runs.check("a full disk")  # nothing is lost: the state is in memory
@@ -364,6 +364,26 @@ def _full_disk(rank: int, world_size: int, path: Path) -> None:
 
 def test_a_full_disk_is_an_error(tmp_path: Path) -> None:
     run_ranks(1, _full_disk, tmp_path, isolated=True)
+
+
+@on_ranks(2)
+def test_a_directory_that_vanishes(rank: int, world_size: int, tmp_path: Path) -> None:
+    """Files have no names, so those that are there stay; new ones are refused, and nothing is lost."""
+    path = tmp_path / str(rank)
+    runs = Runs(world_size, FileTier(path, "1GiB"))
+    path.rmdir()
+    runs.step(rank)
+    with pytest.raises(
+        RuntimeError, match=rf"of '0\.weight' failed: .*{path} cannot take .*'0\.weight' \(No such file"
+    ):
+        runs.models[0].state_dict()
+    runs.check("no directory")
+    path.mkdir()
+    runs.step(10 + rank)
+    runs.check("a new directory")
+    path.rmdir()
+    runs.step(20 + rank)
+    runs.check("files without a directory")
 
 
 @on_ranks(1)

@@ -33,7 +33,7 @@ class MappedFile(mmap.mmap):
     address: int
 
     def __new__(cls, path: Path, nbytes: int, what: str) -> MappedFile:
-        """Raises OSError if the disk has no room; the message has the path, the bytes and the FQN."""
+        """Raises OSError if the disk has no room, or fails; the message has the path, the bytes and the FQN."""
         try:
             with tempfile.TemporaryFile(dir=path) as file:
                 os.posix_fallocate(file.fileno(), 0, nbytes)
@@ -41,7 +41,7 @@ class MappedFile(mmap.mmap):
         except OSError as error:
             raise OSError(
                 error.errno,
-                f"{path} has no room for {nbytes} bytes of {what} ({error.strerror}); free space, or choose another "
+                f"{path} cannot take {nbytes} bytes of {what} ({error.strerror}); free space, or choose another "
                 "directory",
             ) from error
         self.path, self.what, self.nbytes = path, what, nbytes
