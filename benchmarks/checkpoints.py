@@ -117,7 +117,6 @@ def stock_memory(rank: int, world_size: int, path: Path) -> dict[str, float]:
 
 
 def loading(rank: int, world_size: int, path: Path, rounds: int) -> Seconds:
-    """Restoring a checkpoint of two ranks."""
     warnings.simplefilter("ignore")
     model, optimizer = build(world_size)
     state = TrainingState(model, optimizer)

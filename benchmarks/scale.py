@@ -116,8 +116,6 @@ class HostClock:
 
 
 class Trainer:
-    """One model of one system."""
-
     def __init__(self, library: Any, configuration: Configuration, mesh: Any, clock: HostClock) -> None:
         self._clock = clock
         self._x = torch.ones(configuration.rows, requires_grad=True)
@@ -133,7 +131,6 @@ class Trainer:
         self._model.set_prefetch_budget(nbytes)
 
     def step(self) -> float:
-        """Seconds of forward and backward."""
         began = self._clock.now()
         self._model(self._x).sum().backward()
         seconds = self._clock.now() - began
@@ -218,7 +215,6 @@ def _taken(make: Callable[[], Trainer], configuration: Configuration) -> tuple[f
 
 
 def table(results: list[tuple[Configuration, dict[str, Cost]]]) -> str:
-    """One row for each system of each configuration."""
     columns = (
         "ranks | groups | rows | system | sharding, s | first step, s | later step, s | a group, ms | / stock"
         " | bytes / parameter | objects / parameter"

@@ -113,10 +113,7 @@ def run(rank: int, case: Case, results: Any) -> None:
 
 
 def rounds(
-    case: Case,
-    meter: MemoryMeter,
-    once: Callable[[int], float | None],
-    before: Callable[[], None] | None = None,
+    case: Case, meter: MemoryMeter, once: Callable[[int], float | None], before: Callable[[], None] | None = None
 ) -> Seen:
     """Runs `once` with all others, time after time; the first, which plans and connects, is not timed."""
     seen = Seen()
@@ -284,7 +281,6 @@ class Row:
 
 
 def table(rows: dict[tuple[str, int, str], dict[str, Any]]) -> Iterator[str]:
-    """The facts of all rows."""
     yield (
         "| link | receivers | way | all have it, s | of gather's | trainers stand still, s | a copy, s "
         "| sent by rank 0 + 1, MB | MiB of a sender | MiB of a receiver |"
@@ -302,7 +298,6 @@ def table(rows: dict[tuple[str, int, str], dict[str, Any]]) -> Iterator[str]:
 
 
 def save(path: Path, facts: dict[str, Any], rows: dict[tuple[str, int, str], Row]) -> None:
-    """Writes all rows as they are now."""
     every = [{"link": link, "receivers": count, "way": way, **one.facts()} for (link, count, way), one in rows.items()]
     path.write_text(json.dumps({**facts, "rows": every}, indent=1) + "\n")
 

@@ -115,7 +115,6 @@ def loads(
 
 
 def row(name: str, trainers: int, ranks: int, engines: int) -> str:
-    """A row of the table."""
     model = MODELS[name]
     layer, beside = (loads(one, trainers, ranks) for one in (model.layer, model.beside))
     sent, received = (

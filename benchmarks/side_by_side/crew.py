@@ -74,7 +74,6 @@ class Crew:
         return self._answers()
 
     def close(self) -> None:
-        """End the processes."""
         for process in self._processes:
             process.kill()
         for process, connection in zip(self._processes, self._connections, strict=True):

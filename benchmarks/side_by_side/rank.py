@@ -42,8 +42,6 @@ class Assignment:
 
 @dataclass(frozen=True)
 class Failure:
-    """A rank's traceback, sent in place of an answer."""
-
     text: str
 
 
@@ -117,7 +115,6 @@ class Trainer:
         return Times(**{name: value / steps for name, value in vars(times).items()})
 
     def traffic(self) -> dict[str, Any]:
-        """The traffic of one step, which is not timed."""
         counts: dict[str, Any] = {}
         self._meet()
         if self.device.type == "cpu":
@@ -191,7 +188,6 @@ class Trainer:
         times.optimizer_cpu += time.process_time() - after_backward
 
     def _grad_norm(self) -> float:
-        """The norm of the whole gradient."""
         total = torch.zeros((), dtype=torch.float64)
         for parameter in self.system.network.parameters():
             if parameter.grad is not None:

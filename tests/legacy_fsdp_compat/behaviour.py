@@ -60,14 +60,12 @@ class Engine:
         return self.fsdp(build() if model is None else model, **arguments)
 
     def unit(self, module: nn.Module) -> Any:
-        """The module alone as a unit."""
         return self.fsdp(module, use_orig_params=True, device_id=CPU)
 
     def layer(self) -> Any:
         return self.wrap(nn.Linear(8, 8), auto_wrap_policy=None)
 
     def in_dtypes(self, *dtypes: torch.dtype | None, strategy: str = "FULL_SHARD", **arguments: Any) -> Any:
-        """The model in mixed precision."""
         return self.wrap(strategy=strategy, mixed_precision=self.api.MixedPrecision(*dtypes, **arguments))
 
     def backward(self, model: nn.Module, step: int = 0) -> None:
@@ -97,7 +95,6 @@ class Engine:
         return self.fsdp.state_dict_type(model, self.api.StateDictType[f"{name}_STATE_DICT"])
 
     def trained(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, steps: int = 2) -> list[float]:
-        """The losses of a few steps."""
         return train(model, optimizer or OPTIMIZERS["sgd"](model.parameters()), self.rank, range(steps))
 
     def stepped(self, **arguments: Any) -> tuple[Any, torch.optim.Optimizer]:
@@ -567,7 +564,6 @@ def _(engine: Engine) -> Any:
 
 
 def outside_and_inside(engine: Engine, names: Callable[[Any], Any]) -> Any:
-    """Names outside of `summon_full_params` and inside."""
     model = engine.wrap()
     outside = [name for name, _ in names(model)]
     with engine.fsdp.summon_full_params(model):
@@ -982,7 +978,6 @@ def _(engine: Engine) -> Any:
 
 
 def rows(heading: str) -> str:
-    """The table of one heading."""
     lines = ["| | | |", "|---|---|---|"]
     before = ""
     for one in CASES:

@@ -101,7 +101,6 @@ def wrap(engine: str, setting: Setting, model: nn.Module | None = None, **argume
 
 
 def start(engine: str, setting: Setting, seed: int, **arguments: Any) -> tuple[Any, torch.optim.Optimizer]:
-    """A wrapped model and its optimizer."""
     model = wrap(engine, setting, build(seed), **arguments)
     return model, OPTIMIZERS[setting.optimizer](model.parameters())
 
@@ -151,7 +150,6 @@ def alone(world_size: int, steps: int = 3, optimizer: Any = OPTIMIZERS["sgd"]) -
 
 
 def backward_alone(model: nn.Module, world_size: int, step: int) -> None:
-    """Backward of the batches of all ranks."""
     (sum(loss_of(model, rank, step) for rank in range(world_size)) / world_size).backward()
 
 

@@ -279,6 +279,15 @@ def test_what_changed_between_two_attempts(tmp_path: Path):
         convert(open_checkpoint(path), out, "safetensors")
 
 
+def test_a_journal_that_is_damaged(tmp_path: Path):
+    path, out = tmp_path / "state.pt", tmp_path / "out"
+    torch.save({"a": torch.ones(2)}, path)
+    journal = interrupted(path, out, "full", 1)
+    journal.write_text(journal.read_text().splitlines()[0] + "\n[3]\n")
+    with pytest.raises(CheckpointError, match=r"journal.jsonl is damaged"):
+        convert(open_checkpoint(path), out, "full")
+
+
 def test_damaged_output_is_noticed(written: Any, tmp_path: Path):
     checkpoint = open_checkpoint(written(STOCK, False, 2).path / "SHARDED")
 

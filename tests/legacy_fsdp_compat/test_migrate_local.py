@@ -70,7 +70,6 @@ def assert_is(found: dict[str, torch.Tensor], kind: Callable[[], nn.Module], fac
 
 
 def write(rank: int, world_size: int, what: str, use_orig_params: bool, directory: Path) -> None:
-    """One rank's file."""
     state: dict[str, Any]
     if what == "ties":
         state = {"model": local_state(wrapped(tied, use_orig_params))}

@@ -181,16 +181,17 @@ def test_an_optimizer_goes_on_from_numbers(tmp_path: Path):
         convert(open_checkpoint(tmp_path / "state.pt"), tmp_path / "dcp", "dcp")
 
 
-def test_what_safetensors_has_no_place_for(tmp_path: Path):
-    torch.save({"model": {"w": torch.ones(2)}, "seen": Counter([3, 5])}, tmp_path / "state.pt")
-    with pytest.raises(CheckpointError, match=r"'seen' is Counter.*only store JSON values"):
-        convert(open_checkpoint(tmp_path / "state.pt"), tmp_path / "out", "safetensors")
-
-
-def test_two_paths_of_one_name(tmp_path: Path):
-    torch.save({"model": {"w": torch.ones(2)}, "model.w": torch.zeros(3)}, tmp_path / "state.pt")
-    with pytest.raises(CheckpointError, match=r"are called 'model.w'"):
-        convert(open_checkpoint(tmp_path / "state.pt"), tmp_path / "out", "full")
+@pytest.mark.parametrize(
+    ("more", "to", "text"),
+    [
+        ({"seen": Counter([3, 5])}, "safetensors", r"'seen' is Counter.*only store JSON values"),
+        ({"model.w": torch.zeros(3)}, "full", r"are called 'model.w'"),
+    ],
+)
+def test_what_has_no_place_in_a_format(more: dict[str, Any], to: str, text: str, tmp_path: Path):
+    torch.save({"model": {"w": torch.ones(2)}, **more}, tmp_path / "state.pt")
+    with pytest.raises(CheckpointError, match=text):
+        convert(open_checkpoint(tmp_path / "state.pt"), tmp_path / "out", to)
 
 
 @pytest.mark.parametrize("what", ["optimizer", "random state", "position", "dtype"])
@@ -379,18 +380,3 @@ def test_a_sharded_tensor_where_a_dict_should_be(tmp_path: Path):
     torch.save(PickledShards(torch.ones(2), torch.Size([4]), torch.float32, [([0], [2]), ([2], [2])], 0, 2), path)
     with pytest.raises(CheckpointError, match=r"rank0.pt holds a StoredShards: a ShardedTensor; give a file"):
         open_checkpoint(path)
-
-
-def test_a_journal_that_is_damaged(tmp_path: Path):
-    torch.save({"a": torch.ones(2)}, tmp_path / "state.pt")
-    checkpoint = open_checkpoint(tmp_path / "state.pt")
-
-    def interrupt(_: int) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        convert(checkpoint, tmp_path / "out", "full", progress=interrupt)
-    journal = tmp_path / "out.partial" / "journal.jsonl"
-    journal.write_text(journal.read_text().splitlines()[0] + "\n[3]\n")
-    with pytest.raises(CheckpointError, match=r"journal.jsonl is damaged"):
-        convert(checkpoint, tmp_path / "out", "full")

@@ -127,7 +127,6 @@ def test_rekey_optim_state_dict(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_rank0_only_and_disagreement(rank: int, world_size: int) -> None:
-    """rank0_only in both directions, and ranks that disagree."""
     names = api(OURS)
     model = wrap(OURS, Setting())
     optimizer = adam(model)
@@ -230,7 +229,6 @@ def factored(rank: int, world_size: int, use_orig_params: bool, kind: str) -> di
 
 
 def factored_alone(world_size: int) -> dict[str, Any]:
-    """The same state in one process."""
     model = build()
     optimizer = Factored(model.parameters())
     for step in range(2):

@@ -3,12 +3,13 @@
 import runpy
 import subprocess
 import zipfile
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.packaging.workspace import ROOT
+from tests.packaging.workspace import ROOT, packages
 
 RELEASE: dict[str, Any] = runpy.run_path(str(ROOT / "scripts" / "release.py"))
 METADATA = "Metadata-Version: 2.4\nVersion: 0.1.0\nLicense-Expression: BSD-3-Clause\nRequires-Python: >=3.11\n\nText\n"
@@ -62,8 +63,9 @@ def test_versions_and_changelog(tmp_path: Path):
 
 
 def test_the_workspace_has_one_version():
-    version = runpy.run_path(str(ROOT / "packages/core/src/shardkit/core/version.py"))["__version__"]
-    assert RELEASE["wrong_versions"](version) == []
+    expected = runpy.run_path(str(ROOT / "packages/core/src/shardkit/core/version.py"))["__version__"]
+    assert RELEASE["wrong_versions"](expected) == []
+    assert {version(package.distribution) for package in packages()} == {expected}
 
 
 def test_a_changed_tree_is_refused(tmp_path: Path):

@@ -81,7 +81,6 @@ class Package:
 
     @cached_property
     def project(self) -> dict[str, Any]:
-        """The ``[project]`` table."""
         return tomllib.loads((self.path / "pyproject.toml").read_text())["project"]
 
     @property

@@ -27,7 +27,6 @@ class Addresses(Observer):
 
 
 def addresses(configuration: Configuration, engine: str = "ours") -> list[list[tuple[str, tuple[int, ...]]]]:
-    """The notes of `Addresses`, for each step."""
     observer, steps = Addresses(), []
     with started(configuration.scenario, engine, observer, lambda: 0.0) as run:
         observer.blocks = {block.name: block for block in run.model.modules() if isinstance(block, Block)}

@@ -73,7 +73,6 @@ class Captures(Observer):
                 ctypes.memmove(allocation.at, content, allocation.nbytes)
 
     def drop(self) -> None:
-        """There are no more replays."""
         self._dropped = True
 
     def _begin(self, origin: int) -> None:

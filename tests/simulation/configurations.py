@@ -62,7 +62,6 @@ def check(configuration: Configuration, engine: str = "ours", checker: Checker |
 
 
 def optimize(run: Run) -> None:
-    """The optimizer's step after backward."""
     run.optimizer.step()
     run.optimizer.zero_grad()
 
@@ -351,7 +350,6 @@ def _last_left_out(step: int, count: int) -> list[int]:
 
 
 def configuration(name: str, *, on_stock: bool = True, **given: Any) -> Configuration:
-    """A scenario of a few small blocks."""
     given = {"blocks": (ODD,) * 5, "steps": 3, **given}
     return Configuration(Scenario(name, **given), on_stock)
 

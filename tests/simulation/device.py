@@ -137,7 +137,6 @@ class Memory:
 
     @property
     def live(self) -> list[Allocation]:
-        """The allocations that are not freed."""
         return list(self._live.values())
 
     def find(self, at: int) -> Allocation | None:
@@ -232,8 +231,6 @@ class _Callbacks(ctypes.Structure):
 
 
 class _Process:
-    """The one library and simulation of this process."""
-
     library: Any = None
     callbacks: Any = None
     simulation: Simulation | None = None
@@ -254,7 +251,6 @@ def _callback(name: str) -> Any:
 
 
 def _build() -> Path:
-    """Compiles `device.cpp` if it has changed."""
     if COMPILER is None:
         raise RuntimeError("the simulated device is a small C++ file, and there is no g++ or clang++ to compile it")
     key = hashlib.sha256(SOURCE.read_bytes() + torch.__version__.encode()).hexdigest()[:16]
@@ -273,7 +269,6 @@ def _build() -> Path:
 
 
 def current_stream() -> int:
-    """The number of this thread's current stream."""
     return int(_Process.library.simulation_stream())
 
 
@@ -283,15 +278,11 @@ def replay(graph: int) -> None:
 
 
 class Stream(torch.Stream):
-    """A stream of the simulated device."""
-
     def __new__(cls, device: Any = None, priority: int = 0, **given: Any) -> Stream:
         return super().__new__(cls, **given) if given else super().__new__(cls, device="sim", priority=priority)
 
 
 class Event(torch.Event):
-    """An event of the simulated device."""
-
     def __new__(cls, enable_timing: bool = False, **_: Any) -> Event:
         return super().__new__(cls, device="sim", enable_timing=enable_timing)
 

@@ -78,7 +78,6 @@ class Measured:
 
 
 def measure(comparison: Comparison, engine: str) -> Measured:
-    """Runs a scenario with "stock" or "ours"."""
     timeline = Timeline(comparison.costs)
     forward, backward = [], []
     with started(comparison.scenario, engine, timeline, timeline.clock) as run:
@@ -105,7 +104,6 @@ def _every_other_half(step: int, count: int) -> list[int]:
 
 
 def three_buffers(model: Any) -> None:
-    """Keeps the inputs of three reductions."""
     for block in model.blocks:
         block.set_reduce_scatter_max_input_buffers(3)
     model.set_reduce_scatter_max_input_buffers(3)

@@ -39,8 +39,6 @@ class Costs:
 
 
 class Timeline(Observer):
-    """Clocks of streams, communicators and events."""
-
     def __init__(self, costs: Costs) -> None:
         self.costs = costs
         self.host = 0.0
@@ -54,7 +52,6 @@ class Timeline(Observer):
         return max(self._streams[stream], self.host)
 
     def settle(self) -> float:
-        """Lets everything end; returns when that is."""
         end = max([self.host, *self._streams.values(), *self._links.values()])
         self.host = end
         return end

@@ -37,14 +37,12 @@ class Run:
     kept: dict[str, Any] = field(default_factory=dict)
 
     def forwards(self, call: Callable[[], Any]) -> Any:
-        """Adds the time of `call` to forward's."""
         begin = self.clock()
         result = call()
         self.forward_time += self.clock() - begin
         return result
 
     def backwards(self, call: Callable[[], Any]) -> Any:
-        """Adds the time of `call` to backward's."""
         begin = self.clock()
         result = call()
         self.backward_time += self.clock() - begin
@@ -56,7 +54,6 @@ class Run:
 
 
 def whole_step(run: Run) -> None:
-    """One forward, one backward."""
     loss = run.forwards(lambda: run.model(torch.zeros(4, device="sim")).sum())
     run.backwards(loss.backward)
 

@@ -40,7 +40,6 @@ def sharded_chain(mesh: DeviceMesh | None = None) -> Any:
 
 
 def backward(model: nn.Module) -> torch.Tensor:
-    """Of a batch; returns the loss."""
     loss = model(torch.randn(BATCH, WIDTH)).square().mean()
     loss.backward()
     return loss.detach()

@@ -101,12 +101,10 @@ def memory_gib(run: dict) -> float:
 
 
 def errors(runs: list[dict]) -> list[float]:
-    """Of predicted speeds."""
     return [tokens_per_second(run) / run["tokens_per_second"] - 1 for run in runs]
 
 
 def memory_errors(runs: list[dict]) -> list[float]:
-    """Of predicted memory, where it is published."""
     return [memory_gib(run) / run["memory_gib"] - 1 for run in runs if "memory_gib" in run]
 
 

@@ -210,7 +210,7 @@ def test_the_command_speaks_plainly_and_refuses_what_is_no_report(
     assert json.loads((tmp_path / "findings.json").read_text())[0]["rule"] in shown.replace("not hidden", "exposed")
     path.write_text("{")
     assert main(["doctor", str(path)]) == 2
-    assert "was cut short" in capsys.readouterr().err
+    assert "report.json is not a report of `shardkit profile`, or was cut short: " in capsys.readouterr().err
     write_report(report(rank(0, [], steps=[])), path)
     assert main(["doctor", str(path)]) == 2
     assert "holds no whole step" in capsys.readouterr().err

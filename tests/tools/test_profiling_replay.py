@@ -16,14 +16,7 @@ from shardkit.core.events import (
     WaitFinished,
     WaitStarted,
 )
-from shardkit.tools.profiling.log import (
-    Entry,
-    Held,
-    OptimizerBegan,
-    OptimizerEnded,
-    Whereabouts,
-    last_complete,
-)
+from shardkit.tools.profiling.log import Entry, Held, OptimizerBegan, OptimizerEnded, Whereabouts, last_complete
 from shardkit.tools.profiling.replay import Replay
 from shardkit.tools.report.schema import Group
 

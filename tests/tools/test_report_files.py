@@ -33,12 +33,6 @@ def test_a_report_comes_back_as_it_was(written: Path) -> None:
     assert list(written.parent.iterdir()) == [written]
 
 
-def test_a_truncated_file_is_named(written: Path) -> None:
-    written.write_text(written.read_text()[:1000])
-    with pytest.raises(ReportError, match=r"report\.json is not .*, or was cut short: .*truncated"):
-        read_report(written)
-
-
 @pytest.mark.parametrize(("version", "advice"), [(2, "newer shardkit-tools"), (0, "record the run again")])
 def test_another_version_is_refused_with_advice(written: Path, version: int, advice: str) -> None:
     change(written, "version", to=version)

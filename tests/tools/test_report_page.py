@@ -30,7 +30,7 @@ def hostile_report() -> Report:
     operations = [
         operation(
             fqn=name, waited_by=name, number=3 * step + index, step=step, phase=phase,
-            start=step / 10 + index / 50, end=step / 10 + index / 50 + 0.01, exposed=0.01 / (index + 1),
+            start=step / 10 + index / 50, end=step / 10 + index / 50 + 0.01, exposed=0.01 / (index + 1)
         )
         for step in range(2)
         for index, (name, phase) in enumerate(zip(names, ("forward", "backward", "backward"), strict=True))

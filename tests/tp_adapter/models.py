@@ -101,7 +101,6 @@ def build(name: str) -> nn.Module:
 
 
 def shard(model: nn.Module, api: Any, mesh: DeviceMesh, **options: Any) -> None:
-    """`fully_shard` of each block and of the model."""
     shard_each(*model.blocks, model, api=api, mesh=mesh, **options)
 
 
@@ -186,7 +185,6 @@ class GroupedAttention(nn.Module):
 
 
 def grouped_model(packed: bool = True) -> nn.Module:
-    """Two blocks of grouped-query attention."""
     blocks = lambda: GroupedAttention(packed, 6, HEADS)  # noqa: E731
     return chain(nn.Identity(), blocks, lambda m, x: m.head(x), head=nn.Linear(6, 6))
 

@@ -30,13 +30,7 @@ class Trainee:
 
     @classmethod
     def of(
-        cls,
-        name: str,
-        shape: tuple[int, ...],
-        seed: int,
-        api: Any = shardkit,
-        optimizer: str = "adamw",
-        steps: int = 1,
+        cls, name: str, shape: tuple[int, ...], seed: int, api: Any = shardkit, optimizer: str = "adamw", steps: int = 1
     ) -> "Trainee":
         torch.manual_seed(seed)
         model = SPECS[name].build()

@@ -142,11 +142,7 @@ def test_inspect_and_verify(tmp_path: Path, saved: tuple[Path, Any], capsys: pyt
     ],
 )
 def test_errors_are_one_line(
-    tmp_path: Path,
-    saved: tuple[Path, Any],
-    capsys: pytest.CaptureFixture[str],
-    arguments: list[str],
-    message: str,
+    tmp_path: Path, saved: tuple[Path, Any], capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ):
     assert main([one.format(tmp=tmp_path, saved=saved[0]) for one in arguments]) == 2
     *_, error = capsys.readouterr().err.splitlines()
@@ -238,10 +234,7 @@ def test_a_checkpoint_of_stock_has_no_checksums(tmp_path: Path, capsys: pytest.C
     assert said(capsys, "reshard", tmp_path / "stock", tmp_path / "x" / "y", "--ranks", 2)[0] == 0
     status, text = said(capsys, "inspect", tmp_path / "x" / "y")
     assert status == 0 and text.endswith("1 tensor, 12 B, 1 other value, 3 files, with checksums\n")
-    assert said(capsys, "diff", tmp_path / "stock", tmp_path / "x" / "y") == (
-        0,
-        "no differences; 2 equal\n",
-    )
+    assert said(capsys, "diff", tmp_path / "stock", tmp_path / "x" / "y") == (0, "no differences; 2 equal\n")
 
 
 def test_what_only_one_of_two_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -250,10 +243,7 @@ def test_what_only_one_of_two_has(tmp_path: Path, capsys: pytest.CaptureFixture[
     expected = [f"user.value.{name}: only in {paths[0]}" for name in "ab"]
     for first, second in (paths, paths[::-1]):
         status, text = said(capsys, "diff", first, second)
-        assert (status, text.splitlines()) == (
-            1,
-            [*expected, "2 differences; 1 equal"],
-        )
+        assert (status, text.splitlines()) == (1, [*expected, "2 differences; 1 equal"])
 
 
 def test_a_checkpoint_without_its_manifest_is_not_taken_for_one_of_stock(tmp_path: Path):

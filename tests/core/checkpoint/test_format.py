@@ -276,10 +276,7 @@ def named_by_a_bool(metadata: Any) -> None:
     ("change", "text"),
     [
         (transformed, r"model\.a: is transformed by \('stream\.zstd',\), which is not supported"),
-        (
-            lambda metadata: metadata.storage_data.clear(),
-            r"model\.a: the metadata lists a chunk at \(0,\), and no",
-        ),
+        (lambda metadata: metadata.storage_data.clear(), r"model\.a: the metadata lists a chunk at \(0,\), and no"),
         (of_no_dtype, r"model\.a: dtype 'x'"),  # without elements, where nothing else would reveal it
         (named_by_a_bool, "False where a name should be"),
     ],

@@ -20,23 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardkit.core import fully_shard
 from shardkit.core.checkpoint import full_state_dict, load_full_state_dict, save_full_state_dict
 from shardkit.core.checkpoint.sources import open_source
-from tests.core.checkpoint.trainee import differences
+from tests.core.checkpoint.trainee import Extra, differences
 from tests.support import on_ranks, rank_mesh, run_ranks
-
-
-class Extra(nn.Module):
-    """Extra state, and a buffer that is in no state dict."""
-
-    def __init__(self, value=None):
-        super().__init__()
-        self.value = value
-        self.register_buffer("table", torch.arange(3.0), persistent=False)
-
-    def get_extra_state(self):
-        return {"value": self.value}
-
-    def set_extra_state(self, state):
-        self.value = state["value"]
 
 
 class Model(nn.Module):
@@ -126,7 +111,7 @@ def test_load_dict_on_rank_0(rank, world_size, kind, meta, assign):
     assert result == ([], [])
     assert_same(model, source)
     assert model.tied.weight is model.linear.weight
-    assert model.extra.value == "loaded"
+    assert model.extra.extra == "loaded"
     assert model.linear.weight.requires_grad
     assert isinstance(model.linear.weight, nn.Parameter)
     assert torch.equal(model.extra.table, torch.arange(3.0))

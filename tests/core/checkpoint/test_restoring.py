@@ -15,23 +15,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_ten
 from shardkit.core import fully_shard
 from shardkit.core.checkpoint import CheckpointError, CheckpointManager, TrainingState
 from shardkit.core.checkpoint.command import main
-from tests.core.checkpoint.trainee import Held, differences, saved
+from tests.core.checkpoint.trainee import Extra, Held, differences, saved
 from tests.support import on_ranks, rank_mesh, run_ranks
-
-
-class Extra(nn.Linear):
-    """A module that keeps more than tensors in a state dict."""
-
-    def __init__(self, extra: Any) -> None:
-        super().__init__(2, 2)
-        self.extra = extra
-
-    def get_extra_state(self) -> Any:
-        return self.extra
-
-    def set_extra_state(self, state: Any) -> None:
-        self.extra = state
-
 
 EXTRAS: list[Any] = [
     {"scale": torch.tensor(2.0), "names": ["a"], "deep": {3: {}}},

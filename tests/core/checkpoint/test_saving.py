@@ -10,25 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from shardkit.core.checkpoint import (
-    CheckpointError,
-    CheckpointManager,
-    DamagedCheckpointError,
-    TrainingState,
-    saving,
-)
+from shardkit.core.checkpoint import CheckpointError, CheckpointManager, DamagedCheckpointError, TrainingState, saving
 from shardkit.core.checkpoint.directory import CheckpointDirectory
 from shardkit.core.checkpoint.index import seal, unseal
 from shardkit.core.checkpoint.plan import Piece, Plan
-from shardkit.core.checkpoint.saving import (
-    Header,
-    Image,
-    Part,
-    build_index,
-    chunks_after,
-    read_part,
-    write_part,
-)
+from shardkit.core.checkpoint.saving import Header, Image, Part, build_index, chunks_after, read_part, write_part
 from tests.core.checkpoint.trainee import Held
 from tests.support import on_ranks, run_ranks
 

@@ -82,8 +82,6 @@ MESHES = {1: ("shard",), 2: ("replicate", "shard")}
 
 @dataclass
 class Trainee:
-    """A training run on a mesh."""
-
     mesh_shape: tuple[int, ...]
     seed: int = 0
     api: Any = fully_shard
@@ -185,8 +183,6 @@ def flip(path: Path) -> None:
 
 
 class Held:
-    """Any state."""
-
     def __init__(self, state: Any) -> None:
         self.state = state
 
@@ -195,6 +191,21 @@ class Held:
 
     def load_state_dict(self, state: Any) -> None:
         self.state = state
+
+
+class Extra(nn.Module):
+    """A module whose state dict has more than tensors, and not its buffer."""
+
+    def __init__(self, extra: Any) -> None:
+        super().__init__()
+        self.extra = extra
+        self.register_buffer("table", torch.arange(3.0), persistent=False)
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
 
 
 def small_state() -> TrainingState:
