@@ -1,11 +1,7 @@
 """Training beyond memory, all ways in turn in one run: `python benchmarks/offload.py --directory DIR`.
 
-Two ranks of one thread each train copies of one GPT with AdamW under `CPUOffloadPolicy`, one copy in each of `WAYS`.
-A step begins with the optimizer, so that forward, under which the optimizer may run, belongs to the same step. The time
-of the slower rank counts. Ratios are medians of the ratios of a round, with the least and the most.
-
-A CPU that also computes forward has nothing to hide a step behind. `--waits 20` lets each block wait 20 ms in forward
-and 40 ms in backward, as for a device that computes so long; `--context 16` leaves little else to compute.
+See benchmarks/METHOD.md. `--waits 20` lets each block wait 20 ms in forward and 40 ms in backward, as for a device that
+computes so long; `--context 16` leaves little else to compute.
 """
 
 from __future__ import annotations

@@ -5,10 +5,8 @@
     python benchmarks/scale.py --rows 16                           parameters that most ranks hold nothing of
     python benchmarks/scale.py --ranks 2 --groups 1000 --budget 0.5
 
-torch's `fake` process group stands in for the other ranks: this process is rank 0 of any number. Each group has nine
-parameters, in bf16, with gradients reduced in fp32. The output is CPU time of this process without that of the fake
-group's own collectives, which copy as many chunks as there are ranks. Every configuration has a process of its own. See
-benchmarks/METHOD.md.
+This process is rank 0 of torch's `fake` process group of any size, and every configuration has a process of its own.
+See benchmarks/METHOD.md.
 """
 
 import argparse

@@ -2,17 +2,10 @@
 
     python benchmarks/weights.py                          on one host, then over a shaped link (which needs root)
 
-Two trainer ranks hold a model that `fully_shard` has cut, in float32, and send it in bfloat16. Each receiver holds one
-slice of the rows of every matrix, as tensor parallelism would cut it, and the vectors whole. "gather" calls
-`full_tensor()` for one name after the other and broadcasts it from rank 0 to all receivers, as trainers do that know no
-layouts; "files" is `torch.distributed.checkpoint`, from which each receiver reads whole tensors. "in place" holds no
-copy at either end: the trainers wait until the receivers have the version, which these write into their tensors as it
-comes.
-
-The ways take turns, pass by pass, in processes of their own. A time runs from the call on the trainers until the last
-receiver has the version; the first round of a pass, which plans and connects, does not count. "stands still" is the
-time until the trainers may change their weights. Memory is the most that a process had resident in any round, beyond
-what it had before it made a sender or receiver; pages that two processes share count in both.
+benchmarks/METHOD.md has the ways. They take turns, pass by pass, in processes of their own. A time runs from the call
+on the trainers until the last receiver has the version; the first round of a pass, which plans and connects, does not
+count. "stands still" is the time until the trainers may change their weights. Memory that two processes share counts in
+both.
 """
 
 from __future__ import annotations

@@ -2,12 +2,8 @@
 
     python benchmarks/weights_at_scale.py
 
-Nothing is sent. The plan of one layer of each model is made as a `WeightSender` makes it, for trainers that shard every
-tensor on dim 0 over all ranks, and for engines that cut it by tensor and expert parallelism, in bfloat16; layers are
-alike, so its bytes count once for each. A time is that of the process with the most bytes to send or to receive, over
-a link of the given speed for each process: a bound from below, as packing, latency and other traffic come on top. The
-engines' copies are served in chains, so a sender's bytes do not grow with their number. "whole" is the time in which
-one process sends all tensors once, as those do that gather them first.
+See benchmarks/METHOD.md. Layers are alike, so one layer of each model is planned, and its bytes count once for each.
+Engines' copies are served in chains, so a sender's bytes do not grow with their number.
 """
 
 import math

@@ -1,6 +1,7 @@
 """The optimizer methods of FSDP1's API: every form of state, there and back, with odd optimizers."""
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,15 +10,18 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from tests.legacy_fsdp_compat.both import (
+    OPTIMIZERS,
     OURS,
     STOCK,
     TOLERANCE,
     Setting,
+    alone,
     api,
     assert_same_tensors,
     build,
     loss_of,
     named_parameters,
+    start,
     train,
     whole_state,
     wrap,
@@ -27,8 +31,7 @@ from tests.support import on_ranks, run_ranks
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def adam(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.Adam(model.parameters(), lr=0.01, eps=1e-3)
+ADAM = Setting(optimizer="adam")
 
 
 @on_ranks(2)
@@ -83,44 +86,34 @@ def test_groups_keep_their_hyper_parameters(rank: int, world_size: int) -> None:
 def test_rekey_optim_state_dict(rank: int, world_size: int) -> None:
     """A full state by name goes into a model without FSDP, and comes back."""
     names = api(OURS)
-    model = wrap(OURS, Setting())
-    optimizer = adam(model)
+    model, optimizer = start(OURS, ADAM, 0)
     train(model, optimizer, rank, range(2))
     full = names.FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
     plain = build()
-    plain_optimizer = adam(plain)
-    kinds = names.OptimStateKeyType
-    numbered = names.FSDP.rekey_optim_state_dict(full, kinds.PARAM_ID, plain, optim=plain_optimizer)
-    plain_optimizer.load_state_dict(numbered)
+    plain_optimizer = OPTIMIZERS["adam"](plain.parameters())
+
+    def rekeyed(state: Any, kind: str, engine: str = OURS, **by: Any) -> dict[str, Any]:
+        kinds = api(engine).OptimStateKeyType
+        by = by or {"optim": plain_optimizer}
+        return api(engine).FSDP.rekey_optim_state_dict(state, kinds[kind], plain, **by)
+
+    plain_optimizer.load_state_dict(rekeyed(full, "PARAM_ID"))
     assert torch.equal(plain_optimizer.state[plain.inp.weight]["exp_avg"], full["state"]["inp.weight"]["exp_avg"])
-    named = names.FSDP.rekey_optim_state_dict(
-        plain_optimizer.state_dict(), kinds.PARAM_NAME, plain, optim=plain_optimizer
-    )
+    named, of_stock = (rekeyed(plain_optimizer.state_dict(), "PARAM_NAME", engine) for engine in (OURS, STOCK))
     assert set(named["state"]) == set(full["state"])
-    stock = api(STOCK)
-    of_stock = stock.FSDP.rekey_optim_state_dict(
-        plain_optimizer.state_dict(), stock.OptimStateKeyType.PARAM_NAME, plain, optim=plain_optimizer
-    )
     assert named["param_groups"] == of_stock["param_groups"]
-    assert names.FSDP.rekey_optim_state_dict(named, kinds.PARAM_NAME, plain, optim=plain_optimizer) is named
-    theirs = api(STOCK).FSDP.rekey_optim_state_dict(
-        full, api(STOCK).OptimStateKeyType.PARAM_ID, plain, optim_input=list(plain.parameters())
+    assert rekeyed(named, "PARAM_NAME") is named
+    by_input, of_stock = (
+        rekeyed(full, "PARAM_ID", engine, optim_input=list(plain.parameters())) for engine in (OURS, STOCK)
     )
-    by_input = names.FSDP.rekey_optim_state_dict(full, kinds.PARAM_ID, plain, optim_input=list(plain.parameters()))
-    assert by_input["param_groups"] == theirs["param_groups"]
-    assert set(by_input["state"]) == set(theirs["state"])
-    with pytest.raises(ValueError, match="nowhere"):
-        names.FSDP.rekey_optim_state_dict(
-            {"state": {"nowhere": {}}, "param_groups": []}, kinds.PARAM_ID, plain, optim=plain_optimizer
-        )
-    with pytest.raises(ValueError, match="names or numbers"):
-        names.FSDP.rekey_optim_state_dict(
-            {"state": {"a": {}, 1: {}}, "param_groups": []}, kinds.PARAM_ID, plain, optim=plain_optimizer
-        )
+    assert by_input["param_groups"] == of_stock["param_groups"]
+    assert set(by_input["state"]) == set(of_stock["state"])
+    for state, text in (({"nowhere": {}}, "nowhere"), ({"a": {}, 1: {}}, "names or numbers")):
+        with pytest.raises(ValueError, match=text):
+            rekeyed({"state": state, "param_groups": []}, "PARAM_ID")
     empty = {"state": {}, "param_groups": full["param_groups"]}  # of an optimizer that keeps nothing
-    assert names.FSDP.rekey_optim_state_dict(empty, kinds.PARAM_NAME, plain, optim=plain_optimizer) is empty
-    renamed = names.FSDP.rekey_optim_state_dict(empty, kinds.PARAM_ID, plain, optim=plain_optimizer)
-    assert renamed["param_groups"][0]["params"] == list(range(len(full["state"])))
+    assert rekeyed(empty, "PARAM_NAME") is empty
+    assert rekeyed(empty, "PARAM_ID")["param_groups"][0]["params"] == list(range(len(full["state"])))
     with pytest.raises(ValueError, match="needs the key 'state'"):
         names.FSDP.scatter_full_optim_state_dict(None, model, optim=optimizer)
 
@@ -128,8 +121,7 @@ def test_rekey_optim_state_dict(rank: int, world_size: int) -> None:
 @on_ranks(2)
 def test_rank0_only_and_disagreement(rank: int, world_size: int) -> None:
     names = api(OURS)
-    model = wrap(OURS, Setting())
-    optimizer = adam(model)
+    model, optimizer = start(OURS, ADAM, 0)
     train(model, optimizer, rank, range(2))
     config = names.FullOptimStateDictConfig(rank0_only=True)
     with names.FSDP.state_dict_type(
@@ -151,8 +143,7 @@ def test_rank0_only_and_disagreement(rank: int, world_size: int) -> None:
 def test_parameters_without_state(rank: int, world_size: int, use_orig_params: bool) -> None:
     """A flat parameter has state as a whole: zeros for the parameters without state."""
     names = api(OURS)
-    model = wrap(OURS, Setting(use_orig_params=use_orig_params))
-    optimizer = adam(model)
+    model, optimizer = start(OURS, replace(ADAM, use_orig_params=use_orig_params), 0)
     train(model, optimizer, rank, range(2))
     for name, parameter in named_parameters(model):
         if name in ("inp.bias", "blocks.1.up.weight", "blocks.1.up.bias", "blocks.1.down.weight", "blocks.1.down.bias"):
@@ -228,20 +219,11 @@ def factored(rank: int, world_size: int, use_orig_params: bool, kind: str) -> di
     return full["state"]
 
 
-def factored_alone(world_size: int) -> dict[str, Any]:
-    model = build()
-    optimizer = Factored(model.parameters())
-    for step in range(2):
-        optimizer.zero_grad()
-        (sum(loss_of(model, rank, step) for rank in range(world_size)) / world_size).backward()
-        optimizer.step()
-    return {name: optimizer.state[parameter] for name, parameter in named_parameters(model)}
-
-
 @pytest.mark.parametrize(("use_orig_params", "kind"), [(True, "FULL"), (False, "SHARDED")])
 def test_factored_state(use_orig_params: bool, kind: str):
     seen = run_ranks(2, factored, use_orig_params, kind)[0]
-    expected = factored_alone(2)
+    model, optimizer = alone(2, 2, Factored)
+    expected = {name: optimizer.state[parameter] for name, parameter in model.named_parameters()}
     assert seen.keys() == expected.keys()
     for name, values in expected.items():
         assert_same_tensors(values, seen[name], **TOLERANCE)

@@ -20,6 +20,7 @@ from tests.legacy_fsdp_compat.both import (
     Setting,
     api,
     assert_same_tensors,
+    backward_alone,
     batch,
     build,
     loss_of,
@@ -50,7 +51,7 @@ def test_optimizer_that_has_stepped_before_the_model_was_wrapped(rank: int, worl
     train(model, optimizer, rank, range(2))
     for step in range(2):
         expected.zero_grad()
-        (sum(loss_of(alone, one, step) for one in range(world_size)) / world_size).backward()
+        backward_alone(alone, world_size, step)
         expected.step()
     names = [name for name, _ in alone.named_parameters()]
     seen = whole_state(OURS, model)
