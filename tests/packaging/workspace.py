@@ -18,8 +18,6 @@ class Import:
     module: str
     name: str | None
     line: int
-    for_types: bool
-    """Whether it stands under ``if TYPE_CHECKING``, and so never runs."""
 
     @property
     def path(self) -> str:
@@ -43,20 +41,13 @@ class Source:
         return list(self._imports())
 
     def _imports(self) -> Iterator[Import]:
-        types_only = {
-            id(inner)
-            for node in ast.walk(self.tree)
-            if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
-            for statement in node.body
-            for inner in ast.walk(statement)
-        }
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Import):
                 for alias in node.names:
-                    yield Import(alias.name, None, node.lineno, id(node) in types_only)
+                    yield Import(alias.name, None, node.lineno)
             elif isinstance(node, ast.ImportFrom):
                 for alias in node.names:
-                    yield Import(self._absolute(node), alias.name, node.lineno, id(node) in types_only)
+                    yield Import(self._absolute(node), alias.name, node.lineno)
 
     def _absolute(self, node: ast.ImportFrom) -> str:
         if node.level == 0:
