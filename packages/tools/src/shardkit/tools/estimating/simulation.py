@@ -116,8 +116,7 @@ class SimulatedTransport(Transport):
         if plan.packing is not None:
             packed = self.buffer(plan.packing.numel, plan.packed_dtype, plan.label)
             note_allocated(packed, plan.label, "packed")
-        own = sum(item.layout.local_numel(self.rank) * item.dtype.itemsize for item in plan.items)
-        return self._run_gather(plan, packed, self._copied(own, plan.label))
+        return self._run_gather(plan, packed, self._copied(sum(one.nbytes for one in sources), plan.label))
 
     def _run_gather(self, plan: GatherPlan, packed: torch.Tensor | None, copied: torch.Tensor | None) -> Program:
         if self.kind == "shared":
