@@ -272,6 +272,11 @@ def test_one_copy_for_each_dtype(
 
 def homes(name: str, options: dict[str, Any]) -> tuple[list[str], list[str], int]:
     """Where shards and their gradients lie after a step, by parameter of the first block, and copies to the device."""
+
+    def home(tensor: Any) -> str:
+        local = tensor.to_local()
+        return "pinned" if local.device.type == "cpu" and local.is_pinned() else local.device.type
+
     (scenario,) = (one.scenario for one in CONFIGURATIONS if one.name == name)
     observer = _Transfers()
     blocks = len(scenario.blocks)
@@ -280,16 +285,22 @@ def homes(name: str, options: dict[str, Any]) -> tuple[list[str], list[str], int
             copied, observer.seen = len(observer.seen), []
         shards = [*run.model.parameters()]
         first = shards[: len(shards) // blocks]
-        return [one.device.type for one in first], [one.grad.device.type for one in first], copied
+        return [home(one) for one in first], [home(one.grad) for one in first], copied
 
 
 @pytest.mark.parametrize(
-    "policy", [{"weights.0": CPUOffloadPolicy()}, CPUOffloadPolicy(budget=80)], ids=["by name", "by budget"]
+    ("policy", "expected"),
+    [
+        ({"weights.0": CPUOffloadPolicy()}, ["pinned", "sim", "sim"]),
+        (CPUOffloadPolicy(budget=80), ["pinned", "sim", "sim"]),
+        ({"weights.0": CPUOffloadPolicy(), "*": CPUOffloadPolicy(pin_memory=False)}, ["pinned", "cpu", "cpu"]),
+    ],
+    ids=["by name", "by budget", "not all pinned"],
 )
-def test_some_parameters_stay_on_the_device(policy: Any, on_device: Callable[..., Any]) -> None:
+def test_each_parameter_has_its_home(policy: Any, expected: list[str], on_device: Callable[..., Any]) -> None:
     """A shard of (16, 8) has the most bytes."""
     places, of_gradients, copied = on_device(homes, "plain", {"offload_policy": policy})
-    assert places == of_gradients == ["cpu", "sim", "sim"]
+    assert places == of_gradients == expected
     assert copied
 
 
