@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardkit.core
 from shardkit.core import CompressionPolicy, MixedPrecisionPolicy, fully_shard
-from shardkit.core.engine import gather, group, room, schedule, step, timetable
+from shardkit.core.engine import gather, group, room, schedule, step
 from shardkit.core.parameters import param, registration
 from tests.support import on_ranks, rank_mesh, run_ranks
 from tests.support.models import Composed
@@ -200,7 +200,7 @@ def test_a_first_step_decides_as_quickly_among_many_groups(rank: int, world_size
         model = _narrow_layers(groups)
         model.set_prefetch_budget(int(part * groups * 64) + 300)
         x = torch.ones(2, 4, requires_grad=True)
-        each.append(_calls(lambda model=model, x=x: _step(model, x), (room, timetable, schedule)) / groups)
+        each.append(_calls(lambda model=model, x=x: _step(model, x), (room, schedule)) / groups)
     assert each[1] <= 1.15 * each[0], each
 
 

@@ -16,8 +16,8 @@ from typing_extensions import deprecated
 
 from shardkit.core.engine.group import FSDPParamGroup
 from shardkit.core.engine.schedule import Finalization, Schedule
+from shardkit.core.engine.settings import Prefetch
 from shardkit.core.engine.step import FSDPState, finalize_backward, reset, state_of
-from shardkit.core.engine.timetable import Prefetch
 from shardkit.core.parameters.adapters import user_attributes
 from shardkit.core.parameters.param import FSDPParam
 from shardkit.core.policies import AllGather, ReduceScatter

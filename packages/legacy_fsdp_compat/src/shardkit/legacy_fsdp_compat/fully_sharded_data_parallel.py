@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardkit.core import CPUOffloadPolicy, OffloadPolicy, clip_grad_norm_, fully_shard
 from shardkit.core.engine.order_check import OrderCheck
 from shardkit.core.engine.root import initialise_root
+from shardkit.core.engine.settings import Prefetch
 from shardkit.core.engine.step import FSDPState, state_of
-from shardkit.core.engine.timetable import Prefetch
 from shardkit.core.module import refuse_deepcopy
 from shardkit.core.parameters.param import sharded_counterpart
 from shardkit.legacy_fsdp_compat import api

@@ -650,7 +650,7 @@ def _in_order_of_use(groups: Iterable[FSDPParamGroup | None]) -> Iterator[FSDPPa
     """The groups that the last forwards of their models have used, soonest first."""
     schedules = dict.fromkeys(group.schedule for group in groups if group is not None)
     for schedule in schedules:
-        for index in schedule.timetable.states:
+        for index in schedule.order:
             if (state := schedule.states[index]()) is not None:
                 yield from state.groups
 

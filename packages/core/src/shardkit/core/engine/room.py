@@ -31,8 +31,7 @@ from typing import Protocol, TypeAlias
 
 import torch
 
-from shardkit.core.engine.settings import GroupSettings
-from shardkit.core.engine.timetable import DEFAULT_PREFETCH_DEPTH, Prefetch
+from shardkit.core.engine.settings import DEFAULT_PREFETCH_DEPTH, GroupSettings, Prefetch
 from shardkit.core.mesh import DataParallelMesh
 from shardkit.core.parameters.param import FSDPParam
 

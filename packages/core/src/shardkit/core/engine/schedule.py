@@ -1,7 +1,16 @@
 """State shared by the states of one root: the running forward or backward, the order, the passes yet to be visited.
 
-`step.py` acts on it. `timetable.py` follows the recorded order, and `room.py` decides whether there is room to gather
-ahead.
+`step.py` acts on it, and `room.py` decides whether there is room to gather ahead.
+
+Note [Prefetching]
+Forward records the order in which states run, and the next one follows it: a state that begins has the gathers of the
+next states started, so that they run while it computes. Backward follows the passes of this iteration's forward from
+the last one on. How far ahead is a depth, a number of states, or as far as a budget of bytes has room. A user's
+explicit lists take the place of the order.
+
+A state that the order does not expect is gathered when it begins, and nothing is gathered ahead for it; the order that
+this forward takes is the next one's. On streams gathers overlap with computation anyway, because the host runs ahead,
+so forward follows an order only if two forwards had it in common: a wrong guess would cost link time.
 
 Note [Who owns whom]
 A module owns its state (through its hooks), and a state owns its groups and this object, which its groups own as well.
@@ -35,7 +44,7 @@ from torch import nn
 from shardkit.core.engine.context import CommContext
 from shardkit.core.engine.order_check import OrderCheck
 from shardkit.core.engine.room import Group, Room
-from shardkit.core.engine.timetable import Prefetch, Timetable
+from shardkit.core.engine.settings import Prefetch
 from shardkit.core.torch_compat import current_backward, in_backward, runs_in_this_backward, transforms_active
 
 # At most this many entries of forwards without a backward are kept.
@@ -96,6 +105,8 @@ class Forward:
     Attributes:
         number: its place among all forwards, from 1 on.
         states: indices of the states that have begun in it, in order.
+        expected: place in the schedule's order of the next state that begins, if all goes as in the last forward.
+        due: place there of the first state whose gather has not started.
         raised: whether it has raised an error. Then all else is left to the recovery, which may have to wait for peers.
     """
 
@@ -103,6 +114,8 @@ class Forward:
     number: int
     thread: int = field(default_factory=threading.get_ident)
     states: list[int] = field(default_factory=list)
+    expected: int = 0
+    due: int = 0
     raised: bool = False
 
 
@@ -134,7 +147,8 @@ class Schedule(Generic[_S]):
         order_check: finds ranks that differ; None unless SHARDKIT_DEBUG=order.
         forward, backward: those that run, or have not ended because of an error.
         innermost: the innermost pass whose forward is running.
-        timetable: the order of the last complete forward of the root.
+        order: indices of the states in the order of the last complete forward of the root: Note [Prefetching].
+        is_steady: whether the one before it had the same order.
         passes: those that backward will visit, in the order in which they ended. During a backward, those that another
             backward will visit are set aside.
         is_last_backward: whether the end of backward waits for reductions on streams, and forgets the passes.
@@ -153,7 +167,8 @@ class Schedule(Generic[_S]):
         self.forward: Forward | None = None
         self.backward: Backward | None = None
         self.innermost: Pass | None = None
-        self.timetable = Timetable()
+        self.order: tuple[int, ...] = ()
+        self.is_steady = False
         self.passes: list[Pass] = []
         self.is_last_backward = True
         self.manual_finalization = False
@@ -249,18 +264,6 @@ class Schedule(Generic[_S]):
         if device.type != "cpu" and any(param.pinned for group in self.groups for param in group.params):
             # Gradients are on their way to pinned memory, and the optimizer reads them on the host.
             torch.get_device_module(device).current_stream().synchronize()
-
-    # -- the order of forward ------------------------------------------------------------------------------------------
-
-    def end_forward(self, *, complete: bool) -> None:
-        """The forward of all states has ended; if it is `complete`, the next one follows its order."""
-        before = self.timetable
-        if self.forward is not None and complete:
-            is_steady = before.states == tuple(self.forward.states)
-            self.timetable = Timetable(self.forward.states, is_steady=is_steady)
-        else:
-            self.timetable = Timetable(before.states, is_steady=before.is_steady)
-        self.forward = self.innermost = None
 
     # -- the passes that backward will visit ---------------------------------------------------------------------------
 

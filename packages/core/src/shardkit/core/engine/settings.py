@@ -1,4 +1,4 @@
-"""A user's settings for a parameter group, as immutable values."""
+"""A user's settings for a parameter group, and for prefetching, as immutable values."""
 
 from __future__ import annotations
 
@@ -11,6 +11,16 @@ import torch
 from shardkit.core.mesh import PostForwardMesh
 from shardkit.core.policies import MixedPrecisionPolicy
 from shardkit.core.runtime.choice import Communication
+
+DEFAULT_PREFETCH_DEPTH = 1
+
+
+@dataclass(frozen=True)
+class Prefetch:
+    """How far ahead groups are gathered: a depth, a budget in bytes, or neither, which means a depth of one."""
+
+    depth: int | None = None
+    budget: int | None = None
 
 
 @dataclass(frozen=True)

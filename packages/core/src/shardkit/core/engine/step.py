@@ -254,17 +254,22 @@ class FSDPState:
 
     def _gather_next(self) -> None:
         """When its parameters are gathered and its forward begins: gathers the groups that come next."""
-        schedule = self.schedule
-        if schedule.backward is not None or schedule.forward is None:  # a recomputation: backward's order holds
+        schedule, forward = self.schedule, self.schedule.forward
+        if schedule.backward is not None or forward is None:  # a recomputation: backward's order holds
             return
-        schedule.forward.states.append(self.index)
-        expected = schedule.timetable.follow(self.index)
+        forward.states.append(self.index)
+        try:  # found at once if the forward goes as expected
+            forward.expected = schedule.order.index(self.index, forward.expected) + 1
+            follows = schedule.is_steady or not schedule.context.gathers.has_streams
+        except ValueError:
+            follows = False
         if self.forward_prefetch:
             _gather_listed(schedule, _alive(self.forward_prefetch), in_backward=False)
-        elif expected and (schedule.timetable.is_steady or not schedule.context.gathers.has_streams):
-            for index in schedule.timetable.due(schedule.room.states_ahead):
-                if not _gather_ahead(schedule, index, in_backward=False):
-                    break
+        elif follows:
+            forward.due = max(forward.due, forward.expected)
+            end = min(len(schedule.order), forward.expected + schedule.room.states_ahead)
+            while forward.due < end and _gather_ahead(schedule, schedule.order[forward.due], in_backward=False):
+                forward.due += 1
 
     def _watch_inputs(self, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         if transforms_active() and self.groups:
@@ -355,7 +360,10 @@ class FSDPState:
         for state in schedule.all_states:
             if state._pass.is_open and not state._handed:  # its other modules will not run
                 state.end_pass()
-        schedule.end_forward(complete=bool(self.is_root))
+        if self.is_root and schedule.forward is not None:
+            order = tuple(schedule.forward.states)
+            schedule.order, schedule.is_steady = order, order == schedule.order
+        schedule.forward = schedule.innermost = None
         schedule.room.free_unused(in_backward=False)
         schedule.room.free_cached(but_for_backward=bool(schedule.passes) and torch.is_grad_enabled())
         schedule.context.wait_until_peers_have_read()
@@ -731,7 +739,7 @@ def reset(schedule: Schedule[FSDPState]) -> None:
     schedule.unfinalized = False
     context.end_or_abandon_all()
     schedule.end_backward()
-    schedule.end_forward(complete=False)
+    schedule.forward = schedule.innermost = None
     schedule.forget_passes()
     for state in schedule.all_states:
         for group in state.groups:

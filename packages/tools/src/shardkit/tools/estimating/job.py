@@ -27,8 +27,8 @@ from shardkit.core import (
     fully_shard,
     placements_for,
 )
+from shardkit.core.engine.settings import DEFAULT_PREFETCH_DEPTH
 from shardkit.core.engine.step import state_of
-from shardkit.core.engine.timetable import DEFAULT_PREFETCH_DEPTH
 from shardkit.core.tensors import map_tensors, tensors_in, tensors_with_grad
 from shardkit.tools.files import InputError
 from shardkit.tools.torch_compat import FakeTensors
