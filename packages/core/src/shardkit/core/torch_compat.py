@@ -122,14 +122,6 @@ def outside_transforms(function: _F) -> _F:
     return cast(_F, wrapper)
 
 
-def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor inside all wrappers of `torch.func` transforms; outside of transforms, the tensor itself."""
-    functorch = torch._C._functorch
-    while functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = functorch.get_unwrapped(tensor)
-    return tensor
-
-
 local_of: Callable[[torch.Tensor], torch.Tensor] = operator.attrgetter("_local_tensor")
 """`DTensor.to_local()` without the autograd function that it goes through."""
 held_local: Callable[[torch.Tensor], torch.Tensor] = vars(DTensor)["_local_tensor"].__get__
@@ -458,11 +450,17 @@ def wraps_tensors(tensor: torch.Tensor) -> bool:
     return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
 
-def is_leaf_or_view(tensor: torch.Tensor) -> bool:
-    """Whether a tensor with memory of its own can share it with another, earlier tensor."""
-    if wraps_tensors(tensor) or tensor.layout is not torch.strided:
-        return False
-    return tensor._base is not None or tensor.is_leaf  # in this order: `made_since` says which views have no answer
+def leaf_or_view(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The tensor inside wrappers of `torch.func` transforms and DTensor, if an earlier one may lie in its memory."""
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = functorch.get_unwrapped(tensor)
+    if isinstance(tensor, DTensor):
+        tensor = local_of(tensor)
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ or tensor.layout is not torch.strided:
+        return None  # its data lie in other tensors
+    # In this order: `made_since` says which views have no answer.
+    return tensor if tensor._base is not None or tensor.is_leaf else None
 
 
 def version_of(tensor: torch.Tensor) -> int:

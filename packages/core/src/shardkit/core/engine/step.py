@@ -59,8 +59,7 @@ from shardkit.core.tensors import (
 from shardkit.core.torch_compat import (
     base_of,
     current_backward,
-    is_leaf_or_view,
-    local_of,
+    leaf_or_view,
     made_since,
     move_hooks,
     next_autograd_node,
@@ -69,7 +68,6 @@ from shardkit.core.torch_compat import (
     queue_end_of_backward,
     register_with_stock,
     transforms_active,
-    unwrapped,
     versions_of,
 )
 
@@ -337,14 +335,13 @@ class FSDPState:
         try:
             if originals:
                 output = map_tensors(lambda tensor: originals.get(id(tensor), tensor), output)
-            output = self._own_outputs(output)
+            output = self._watch_outputs(output, inputs)
         except RuntimeError as error:  # an output is a view of an input that was changed in place
             if "modified inplace" not in str(error):
                 raise
             raise RuntimeError(
                 f"'{self.fqn}' returns a view of an input that was changed in place; clone the input first: {error}"
             ) from error
-        output = self._watch_outputs(output, inputs)
         if not failed and not transforms_active():
             self._watch_kept()
         if self._pass.is_open and (failed or not self._pass.pending):
@@ -394,32 +391,45 @@ class FSDPState:
             else:
                 schedule.room.cache(group, awaited=awaited)
 
-    def _own_outputs(self, output: Any) -> Any:
-        """Copies outputs that are parameters, or views of them, because resharding frees the parameters' memory.
+    def _watch_outputs(self, output: Any, inputs: set[int]) -> Any:
+        """Puts `pre_backward` on every output through which backward may enter the graph of this forward.
 
-        The copy also has a place in the graph, unlike a parameter, so `_watch_outputs` can put its hook there.
+        Backward does not enter through one of its `inputs` (their ids): it comes there after it has left. Outputs that
+        are parameters, or views of them, are copied, because resharding frees the parameters' memory.
+
+        `_watch_kept` does so for tensors that the modules keep. If none of these is found (a tensor in a global
+        variable), the parameters are gathered in time nevertheless: Note [Ready in order].
         """
-        suspects: dict[int, torch.Tensor] = {}  # what is on this rank, by the id of the output
+        watches = torch.is_grad_enabled() and not transforms_active()
+        memory: set[int] | None = None
+        owned: set[int] = set()
         for tensor in reachable_tensors(output):
-            local = unwrapped(tensor)
-            local = local_of(local) if isinstance(local, DTensor) else local
-            if is_leaf_or_view(local):
-                suspects[id(tensor)] = local
-        if not suspects:
-            return output
-        memory = {address for group in self.groups for param in group.params for address in param.memory}
-        theirs = {key for key, local in suspects.items() if local.untyped_storage().data_ptr() in memory}
-        if not theirs:
-            return output
-        if theirs - {id(tensor) for tensor in tensors_in(output)}:
-            raise RuntimeError(
-                f"'{self.fqn}' returns a parameter, or a view of one, inside a {type(output).__name__}, which outlives "
-                "the parameter's memory. Return a clone of it, or return it in a tuple, list, dict or dataclass"
-            )
-        return map_tensors(lambda tensor: self._own(tensor) if id(tensor) in theirs else tensor, output)
+            if (local := leaf_or_view(tensor)) is not None:
+                if memory is None:
+                    memory = {address for group in self.groups for param in group.params for address in param.memory}
+                if local.untyped_storage().data_ptr() in memory:
+                    owned.add(id(tensor))
+                    continue
+            if not watches or not tensor.requires_grad or id(tensor) in inputs:
+                continue
+            # Autograd may refuse to tell the node of a view: see `made_since`.
+            if tensor.grad_fn is not None if base_of(tensor) is None else made_since(tensor, 0):
+                self._watch_output(tensor)
+        if owned:
+            if owned - {id(tensor) for tensor in tensors_in(output)}:
+                raise RuntimeError(
+                    f"'{self.fqn}' returns a parameter, or a view of one, inside a {type(output).__name__}, which "
+                    "outlives the parameter's memory. Return a clone of it, or return it in a tuple, list, dict or "
+                    "dataclass"
+                )
+            output = map_tensors(lambda tensor: self._own(tensor) if id(tensor) in owned else tensor, output)
+        if torch.is_grad_enabled() and transforms_active():
+            self._pass.has_backward = True
+            return watch_each(output, functools.partial(self.pre_backward, of=self._pass))
+        return output
 
     def _own(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy of a parameter, or of a view of one. A returned parameter is always differentiable."""
+        """A copy of a parameter, or of a view of one. It has a place in the graph, unlike a parameter, for our hook."""
         with torch.set_grad_enabled(torch.is_grad_enabled() or isinstance(tensor, nn.Parameter)):
             copy = tensor.clone()
         if tensor.requires_grad and copy.is_leaf:  # without grad, a returned parameter still requires grad
@@ -427,27 +437,6 @@ class FSDPState:
         if copy.grad_fn is not None:
             self._watch_output(copy)
         return copy
-
-    def _watch_outputs(self, output: Any, inputs: set[int]) -> Any:
-        """Puts `pre_backward` on every output through which backward may enter the graph of this forward.
-
-        Backward does not enter through one of its `inputs` (their ids): it comes there after it has left.
-
-        `_watch_kept` does so for tensors that the modules keep. If none of these is found (a tensor in a global
-        variable), the parameters are gathered in time nevertheless: Note [Ready in order].
-        """
-        if not torch.is_grad_enabled():
-            return output
-        if transforms_active():
-            self._pass.has_backward = True
-            return watch_each(output, functools.partial(self.pre_backward, of=self._pass))
-        for tensor in reachable_tensors(output):
-            if not tensor.requires_grad or id(tensor) in inputs:
-                continue
-            # Autograd may refuse to tell the node of a view: see `made_since`.
-            if tensor.grad_fn is not None if base_of(tensor) is None else made_since(tensor, 0):
-                self._watch_output(tensor)
-        return output
 
     def _watch_kept(self) -> None:
         """Watches tensors that the modules keep; refuses parameters and views of them, whose memory is freed.
@@ -462,7 +451,7 @@ class FSDPState:
             for attribute, tensor in tensors_kept_by(module):
                 if with_grad and tensor.requires_grad and made_since(tensor, self._pass.began):
                     self._watch_output(tensor)
-                if type(tensor) not in (torch.Tensor, nn.Parameter) or not is_leaf_or_view(tensor):
+                if type(tensor) not in (torch.Tensor, nn.Parameter) or leaf_or_view(tensor) is None:
                     continue
                 param = param_over(tensor.untyped_storage())
                 # The list of weights that an RNN keeps changes as parameters are registered.
