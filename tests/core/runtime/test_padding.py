@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from shardkit.core import CompressionPolicy
+from shardkit.core.events import StorageKind
 from shardkit.core.runtime.collective import C10dTransport
 from tests.core.runtime.cases import CASES, CPU, F32, chunk_of, flats_for, gather_plan, reduce_plan, run_reduce, whole
 from tests.support import on_ranks
@@ -22,8 +23,8 @@ class _Noting(C10dTransport):
         self.garbage = garbage
         self.sent: list[bytes] = []
 
-    def buffer(self, numel: int, dtype: torch.dtype, label: str) -> torch.Tensor:
-        return _fill(torch.empty(numel, dtype=dtype), self.garbage)
+    def buffer(self, numel: int, dtype: torch.dtype, label: str, kind: StorageKind) -> torch.Tensor:
+        return _fill(super().buffer(numel, dtype, label, kind), self.garbage)
 
     def all_gather(self, buffers: Sequence[torch.Tensor]) -> Sequence[dist.Work]:
         for buffer in buffers:

@@ -176,7 +176,7 @@ def gather_sharded(group: Gathered) -> Ticket | None:
         return None
     # The lane waits for the current stream only if that has written to the shards: everything that computes would delay
     # the gather. The inputs of fsdp_pre_all_gather are always made there, just before this.
-    if written := before != group.versions:
+    if (written := before != group.versions) and lane.has_streams:
         context.wait_for_writers()
     ticket = lane.start(program, group.label, sources, after_current=written or plans.has_subclass)
     if transport is not None and transport.peers_read_shards:

@@ -331,7 +331,8 @@ class FSDPParamGroup:
                 param.kept.clear()  # not before: a gather in flight reads them
         register_unsharded(self.params)
         self._move_to(Residence.UNSHARDED)
-        self.schedule.room.note_gathered(self)
+        if (room := self.schedule.room).by_bytes:
+            room.charge(self, self.unsharded_bytes)  # the gather's packed buffer has gone
 
     def _end_gather(self) -> None:
         """Waits for the gather under way. If it fails, its memory is freed."""
@@ -409,7 +410,8 @@ class FSDPParamGroup:
                 param.free()
         keeps = self.settings.post_forward_mesh is not None and any(param.kept for param in self.params)
         self._move_to(Residence.KEPT if keeps else Residence.SHARDED)
-        self.schedule.room.give_back(self)
+        self.schedule.room.uncache(self)
+        self.schedule.room.charge(self, 0)
 
     # -- gradients -----------------------------------------------------------------------------------------------------
 

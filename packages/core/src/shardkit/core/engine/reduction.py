@@ -40,6 +40,7 @@ class Division:
     after_all: float | None = None
 
 
+@functools.cache
 def division_for(size: int, dtype: torch.dtype, factor: float | None, force_sum: bool) -> Division:
     """The division for `size` data-parallel ranks, with the same arithmetic in the same order as stock FSDP2.
 

@@ -79,6 +79,7 @@ class Room:
 
     Attributes:
         prefetch: the user's setting of how far ahead groups are gathered.
+        by_bytes: whether a budget limits it.
         states_ahead: number of states whose gathers may start before they begin, if there is room.
     """
 
@@ -86,7 +87,7 @@ class Room:
         depth = DEFAULT_PREFETCH_DEPTH if prefetch.depth is None else prefetch.depth
         self.prefetch = prefetch
         self.states_ahead = depth if prefetch.budget is None else sys.maxsize
-        self._by_bytes = prefetch.budget is not None
+        self.by_bytes = prefetch.budget is not None
         self._limit = depth + 1 if prefetch.budget is None else prefetch.budget
         self._taken = 0
         self._groups: list[_Reference] = []
@@ -102,7 +103,7 @@ class Room:
             group.taken = 0
             if group.is_unsharded:
                 counts = group.counts_toward_depth and group.settings.reshard_after_forward
-                group.taken = group.unsharded_bytes if self._by_bytes else int(counts)
+                group.taken = group.unsharded_bytes if self.by_bytes else int(counts)
                 self._taken += group.taken
                 if not group.in_use:
                     self.cache(group, awaited=True)
@@ -118,42 +119,31 @@ class Room:
         Raises:
             ValueError: if a budget does not hold the group beside those in use.
         """
-        if self._by_bytes:
+        if self.by_bytes:
             needs = group.bytes_when_used(in_backward=in_backward)
         else:
             needs = int(group.counts_toward_depth and group.settings.reshard_after_forward)
         if self._taken + needs > self._limit and needs:
             if ahead:
-                if not self._frees(needs, but_for_backward=in_backward and self._by_bytes):
+                if not self._frees(needs, but_for_backward=in_backward and self.by_bytes):
                     return False
-            elif not self._frees(needs) and self._by_bytes:
+            elif not self._frees(needs) and self.by_bytes:
                 self._free_idle(group, needs)
-        self._taken += needs - group.taken
-        group.taken = needs
+        self.charge(group, needs)
         return True
+
+    def charge(self, group: Group, taken: int) -> None:
+        """Notes what the group takes of the room from now on."""
+        self._taken += taken - group.taken
+        group.taken = taken
 
     def make_room(self) -> None:
         """Frees cached memory before a reduction takes memory: as the next gather would, or what has no later use."""
-        if not self._by_bytes:
+        if not self.by_bytes:
             self._frees(1)
             return
         while self._over:
             self._free(next(iter(self._over)))
-
-    def note_gathered(self, group: Group) -> None:
-        """Notes that the gather has ended, and with it the packed buffer has gone."""
-        if self._by_bytes:
-            taken = group.unsharded_bytes
-            self._taken += taken - group.taken
-            group.taken = taken
-
-    def give_back(self, group: Group) -> None:
-        """Notes that the group has no memory any more."""
-        reference = weakref.ref(group)
-        self._over.pop(reference, None)
-        self._awaited.pop(reference, None)
-        self._taken -= group.taken
-        group.taken = 0
 
     def _frees(self, needs: int, *, but_for_backward: bool = False) -> bool:
         """Frees cached memory until there is room; whether there is."""
@@ -215,7 +205,7 @@ class Room:
 
     def free_cached(self, *, but_for_backward: bool = False) -> None:
         """Frees the memory of cached groups, except what is kept `but_for_backward`. Unsharded groups stay."""
-        kept = 0 if not but_for_backward else len(self._awaited) if self._by_bytes else 1
+        kept = 0 if not but_for_backward else len(self._awaited) if self.by_bytes else 1
         awaited = [*self._awaited]
         for reference in (*self._over, *awaited[: len(awaited) - kept]):
             group = reference()

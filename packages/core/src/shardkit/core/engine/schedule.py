@@ -34,7 +34,7 @@ import itertools
 import operator
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -45,7 +45,13 @@ from shardkit.core.engine.context import CommContext
 from shardkit.core.engine.order_check import OrderCheck
 from shardkit.core.engine.room import Group, Room
 from shardkit.core.engine.settings import Prefetch
-from shardkit.core.torch_compat import current_backward, in_backward, runs_in_this_backward, transforms_active
+from shardkit.core.torch_compat import (
+    current_backward,
+    in_backward,
+    queue_end_of_backward,
+    runs_in_this_backward,
+    transforms_active,
+)
 
 # At most this many entries of forwards without a backward are kept.
 _LONGEST = 10_000
@@ -277,11 +283,12 @@ class Schedule(Generic[_S]):
         if len(self.passes) > _LONGEST:
             del self.passes[0]
 
-    def begin_backward(self, of: Pass | None) -> None:
+    def begin_backward(self, of: Pass | None, end: Callable[[], None]) -> None:
         """Sets aside the passes that this backward will not visit: Note [Several forwards, one backward].
 
-        `of` is the pass whose output has called us, if it was one.
+        `of` is the pass whose output has called us, if it was one. Autograd will call `end`.
         """
+        self.refuse_unended("a backward begins", inside=True)
         elsewhere = {one.forward for one in self.passes if one.leaving is not None and one.forward}
         if of is not None:
             elsewhere.discard(of.forward)
@@ -296,6 +303,7 @@ class Schedule(Generic[_S]):
         builds_graph = torch.is_grad_enabled() and not transforms_active()
         self.backward = Backward(current_backward(), builds_graph, len(self.passes), set_aside)
         self.unfinalized = self.manual_finalization
+        queue_end_of_backward(end)
 
     def _before_inner_backward(self, forward: Forward, of: Pass | None) -> set[int]:
         """Identities of the passes of the running forward that a backward inside it will not visit.

@@ -65,7 +65,6 @@ from shardkit.core.torch_compat import (
     next_autograd_node,
     no_dynamo,
     outside_transforms,
-    queue_end_of_backward,
     register_with_stock,
     transforms_active,
     versions_of,
@@ -505,7 +504,7 @@ class FSDPState:
         if events.hub.active:
             events.emit(events.ModuleBegan(self.fqn, "backward", bool(self.is_root)))
         if self.schedule.backward is None:
-            self._begin_backward(of)
+            self.schedule.begin_backward(of, self.end_backward)
         for group in self.groups:
             group.phase = Phase.PRE_BACKWARD
             group.prefetched = False
@@ -520,11 +519,6 @@ class FSDPState:
             group.begin_backward()
         self._enter_backward(of)
         self._enter_parent(of)  # backward continues there, and may recompute this pass from there
-
-    def _begin_backward(self, of: Pass | None) -> None:
-        self.schedule.refuse_unended("a backward begins", inside=True)
-        self.schedule.begin_backward(of)
-        queue_end_of_backward(self.end_backward)
 
     def _enter_backward(self, entered: Pass) -> None:
         """Backward enters a pass: gathers the groups that ran before it in forward.
@@ -587,7 +581,7 @@ class FSDPState:
         """Runs when the gradients of all inputs of a forward are done: reshards and reduces."""
         schedule = self.schedule
         if schedule.backward is None:
-            self._begin_backward(None)
+            schedule.begin_backward(None, self.end_backward)
         assert schedule.backward is not None
         self.phase = Phase.IDLE
         # The inner backward of a recomputation may build a graph although the outer one does not.

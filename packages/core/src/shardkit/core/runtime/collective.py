@@ -56,8 +56,7 @@ class C10dTransport(NetworkTransport):
     def gather(self, plan: GatherPlan, sources: Sequence[torch.Tensor], flats: Sequence[torch.Tensor]) -> Program:
         packed = None
         if plan.packing is not None:
-            packed = self.buffer(plan.packing.numel, plan.packed_dtype, plan.label)
-            note_allocated(packed, plan.label, "packed")
+            packed = self.buffer(plan.packing.numel, plan.packed_dtype, plan.label, "packed")
         return self._gather(plan, sources, flats, packed)
 
     def _gather(

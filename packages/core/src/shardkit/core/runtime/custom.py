@@ -8,8 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardkit.core.events import StorageKind
 from shardkit.core.policies import AllGather, ReduceScatter
 from shardkit.core.runtime.collective import C10dTransport
+from shardkit.core.runtime.storage import note_allocated
 
 
 class CustomTransport(C10dTransport):
@@ -48,7 +50,7 @@ class CustomTransport(C10dTransport):
         work = self._reducing(output_tensor=output, input_tensor=full, group=self.group, op=op, async_op=self._async)
         return (work,)
 
-    def buffer(self, numel: int, dtype: torch.dtype, label: str) -> torch.Tensor:
+    def buffer(self, numel: int, dtype: torch.dtype, label: str, kind: StorageKind) -> torch.Tensor:
         comm = self._reducing if self._gathering is None else self._gathering
         assert comm is not None, label
         buffer = comm.allocate((numel,), dtype=dtype, device=self.device)
@@ -62,4 +64,5 @@ class CustomTransport(C10dTransport):
             raise ValueError(f"{who} returned {buffer.dtype}, expected {dtype}; use the dtype that was asked for")
         if not buffer.is_contiguous():
             raise ValueError(f"{who} returned strides {buffer.stride()}, expected a contiguous tensor")
+        note_allocated(buffer, label, kind)
         return buffer.view(-1)

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from shardkit.core import events
+from shardkit.core.events import StorageKind
 from shardkit.core.policies import CompressionPolicy
 from shardkit.core.runtime.lanes import Program, Reduction
 from shardkit.core.runtime.packing import Packing, Place, pack
@@ -153,10 +154,12 @@ class Transport(ABC):
         """Memory that is allocated inside is registered with the network, if the user asked for that."""
         return contextlib.nullcontext()
 
-    def buffer(self, numel: int, dtype: torch.dtype, label: str) -> torch.Tensor:
-        """A 1-D buffer for packed items or gradients, or for the output of a reduction."""
+    def buffer(self, numel: int, dtype: torch.dtype, label: str, kind: StorageKind) -> torch.Tensor:
+        """A 1-D buffer for packed items or gradients, or for the output of a reduction; events report it as `kind`."""
         with self.registered_memory():
-            return torch.empty(numel, dtype=dtype, device=self.device)
+            buffer = torch.empty(numel, dtype=dtype, device=self.device)
+        note_allocated(buffer, label, kind)
+        return buffer
 
     def gather_buffer_bytes(self, plan: GatherPlan) -> int:
         """Bytes that a running gather of `plan` takes besides the unsharded tensors."""
@@ -345,16 +348,13 @@ class ReducePlan:
 
     def allocate_output(self) -> torch.Tensor:
         """A 1-D output of `output_numel` elements from the transport's allocator; the contents are undefined."""
-        output = self.transport.buffer(self.output_numel, self.reduce_dtype, self.label)
-        note_allocated(output, self.label, "reduce_output")
-        return output
+        return self.transport.buffer(self.output_numel, self.reduce_dtype, self.label, "reduce_output")
 
     def pack(self, grads: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """The packed buffer, filled; None if all gradients are sent in place."""
         if self.packing is None:
             return None
-        packed = self.transport.buffer(self.packing.numel, self.wire_dtype, self.label)
-        note_allocated(packed, self.label, "packed")
+        packed = self.transport.buffer(self.packing.numel, self.wire_dtype, self.label, "packed")
         self.packing.fill(packed, grads)
         return packed
 

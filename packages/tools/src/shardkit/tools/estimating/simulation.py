@@ -114,8 +114,7 @@ class SimulatedTransport(Transport):
     def gather(self, plan: GatherPlan, sources: Sequence[torch.Tensor], flats: Sequence[torch.Tensor]) -> Program:
         packed = None
         if plan.packing is not None:
-            packed = self.buffer(plan.packing.numel, plan.packed_dtype, plan.label)
-            note_allocated(packed, plan.label, "packed")
+            packed = self.buffer(plan.packing.numel, plan.packed_dtype, plan.label, "packed")
         return self._run_gather(plan, packed, self._copied(sum(one.nbytes for one in sources), plan.label))
 
     def _run_gather(self, plan: GatherPlan, packed: torch.Tensor | None, copied: torch.Tensor | None) -> Program:

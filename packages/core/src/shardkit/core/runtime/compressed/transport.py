@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from shardkit.core.events import StorageKind
 from shardkit.core.policies import CompressionPolicy
 from shardkit.core.runtime.compressed.wire import Row, RowRun, WireFormat, chunks_of, format_of, rows_of
 from shardkit.core.runtime.lanes import Program, Reduction, hold, note_sources_read
@@ -98,8 +99,8 @@ class CompressedTransport(Transport):
         widened = wire_dtype.itemsize < reduce_dtype.itemsize
         return self._over if all(form.lossless for form in formats) and not widened else self
 
-    def buffer(self, numel: int, dtype: torch.dtype, label: str) -> torch.Tensor:
-        return self._over.buffer(numel, dtype, label)
+    def buffer(self, numel: int, dtype: torch.dtype, label: str, kind: StorageKind) -> torch.Tensor:
+        return self._over.buffer(numel, dtype, label, kind)
 
     # -- gathers -------------------------------------------------------------------------------------------------------
 
@@ -114,8 +115,7 @@ class CompressedTransport(Transport):
 
     def gather(self, plan: GatherPlan, sources: Sequence[torch.Tensor], flats: Sequence[torch.Tensor]) -> Program:
         rows = self._gather_rows(plan)
-        buffer = self.buffer(rows.nbytes, torch.uint8, plan.label)
-        note_allocated(buffer, plan.label, "packed")
+        buffer = self.buffer(rows.nbytes, torch.uint8, plan.label, "packed")
         return self._gather(plan, rows, sources, flats, buffer)
 
     def _gather(
@@ -145,12 +145,11 @@ class CompressedTransport(Transport):
         rows = self._reductions.get(plan)
         if rows is None:
             rows = self._reductions[plan] = ReduceRows(plan, self)
-        outgoing = self.buffer(rows.sent_at[-1], torch.uint8, plan.label)
+        outgoing = self.buffer(rows.sent_at[-1], torch.uint8, plan.label, "reduce_input")
         # Holds this rank's terms and the sum, in fp32 even if the reduce dtype is narrower.
         wide = torch.promote_types(plan.reduce_dtype, torch.float32)
         total = torch.empty(plan.output_numel, dtype=wide, device=self.device)
-        for buffer in (outgoing, total):
-            note_allocated(buffer, plan.label, "reduce_input")
+        note_allocated(total, plan.label, "reduce_input")
         self._pack(plan, rows, grads, outgoing.zero_(), plan.output_views(total))
         grads.clear()
         note_allocated(0, plan.label, "gradient")
@@ -162,8 +161,7 @@ class CompressedTransport(Transport):
         launched = time.perf_counter()
         hold(outgoing, total)
         output = plan.allocate_output()
-        incoming = self.buffer(rows.received_at[-1], torch.uint8, plan.label)
-        note_allocated(incoming, plan.label, "reduce_input")
+        incoming = self.buffer(rows.received_at[-1], torch.uint8, plan.label, "reduce_input")
         with reported(plan, launched, rows.sent_at[-1], torch.uint8):
             try:
                 if any(rows.sent) or any(rows.received):
