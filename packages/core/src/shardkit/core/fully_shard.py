@@ -217,7 +217,7 @@ def _refuse_inside_sharded(modules: Sequence[nn.Module], managed: Managed) -> No
         group = param.group() if param.group is not None else None
         if not inside or not isinstance(group, FSDPParamGroup):
             continue
-        for outer in (reference() for user in group.users for reference in getattr(user, "modules", ())):
+        for outer in (reference() for user in group.users for reference in user.modules):
             names = {} if outer is None else {id(below): name for name, below in outer.named_modules()}
             for module in without:
                 if name := names.get(id(module)):

@@ -454,7 +454,7 @@ class FSDPModule(StockFSDPModule):
         self.reshard()
         params = [param for group in groups_of(self) for param in group.params]
         attributes = [user_attributes(param.sharded_param) for param in params]
-        gradients = [param.take_gradients() for param in params]
+        gradients = [param.set_gradient_aside() for param in params]
         try:  # skips stock's own _apply, which reads stock's parameter groups
             return super(StockFSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
         finally:
@@ -465,7 +465,7 @@ class FSDPModule(StockFSDPModule):
                     group.sweep(loading=True)
             finally:
                 for param, gradient in zip(params, gradients, strict=True):
-                    param.put_gradients_back(gradient)
+                    param.put_gradient_back(gradient)
 
 
 # -- functions, as a method or attribute of the user's class may have any name -----------------------------------------

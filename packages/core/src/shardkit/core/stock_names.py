@@ -69,12 +69,16 @@ def _only_group(state: Any) -> Any:
 
 def _group_phase(group: Any) -> Any:
     """The phase of a group; a gather that backward prefetches counts as backward, whatever its module does."""
-    phase = group.phase.name
-    if phase == "IDLE" and in_backward():
-        phase = "PRE_BACKWARD"
-    elif phase == "IDLE" and any(user.phase.name == "FORWARD" for user in group.users):
-        phase = "FORWARD"
-    return stock_training_state(phase)
+    if group.was_left:
+        return stock_training_state("POST_BACKWARD")
+    if group.backward_users or in_backward():
+        return stock_training_state("PRE_BACKWARD")
+    return stock_training_state("FORWARD" if any(user.in_forward for user in group.users) else "IDLE")
+
+
+def _state_phase(state: Any) -> Any:
+    """The phase of a state."""
+    return stock_training_state("PRE_BACKWARD" if state.in_backward else "FORWARD" if state.in_forward else "IDLE")
 
 
 STATE_NAMES: Mapping[str, Callable[[Any], Any]] = {
@@ -83,7 +87,7 @@ STATE_NAMES: Mapping[str, Callable[[Any], Any]] = {
     "_state_ctx": attrgetter("schedule"),  # torch pipelining
     "_comm_ctx": attrgetter("schedule.context"),  # torch 2.15 pipelining
     "_mp_policy": attrgetter("mp_policy"),  # NeMo Automodel
-    "_training_state": lambda state: stock_training_state(state.phase.name),  # verl
+    "_training_state": _state_phase,  # verl
     "_is_root": attrgetter("is_root"),  # torch's tests, NeMo Automodel
     "_root_post_backward_final_callback": attrgetter("end_backward"),  # torch pipelining
     "_auto_reshard_after_forward": attrgetter("auto_reshard"),  # torch's tests

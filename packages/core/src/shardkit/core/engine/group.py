@@ -14,7 +14,7 @@ import functools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 from weakref import WeakSet
 
 import torch
@@ -51,16 +51,6 @@ from shardkit.core.torch_compat import (
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
-class GroupUser(Protocol):
-    """A state that gathers and reshards groups; `index` is its place among those of its root."""
-
-    index: int
-    groups: list[FSDPParamGroup]
-
-    def add_group(self, group: FSDPParamGroup) -> None:
-        """Makes the user gather and reshard `group` as well."""
-
-
 class Residence(enum.Enum):
     """The location of a group's parameters."""
 
@@ -83,15 +73,6 @@ _MOVES = {
     Residence.CACHED: {Residence.GATHERING, Residence.SHARDED, Residence.KEPT},
     Residence.KEPT: {Residence.GATHERING, Residence.SHARDED, Residence.KEPT},
 }
-
-
-class Phase(enum.Enum):
-    """The activity of a group or a state in this iteration."""
-
-    IDLE = enum.auto()
-    FORWARD = enum.auto()
-    PRE_BACKWARD = enum.auto()
-    POST_BACKWARD = enum.auto()
 
 
 # Scripts that read profiles go by the ranges of stock.
@@ -141,7 +122,9 @@ class FSDPParamGroup:
         label: name of the group in messages.
         schedule: that of its root: lanes, room, and whether an iteration runs.
         ticket: the gather under way, or the one that filled the memory.
-        forward_users, backward_users: states that are in forward or backward; a tied parameter's group has several.
+        users: the states that it belongs to; that of a tied parameter belongs to several.
+        forward_users, backward_users: indices of those that are in forward or backward.
+        was_left: whether the running backward has left it, and its gradients have been taken.
     """
 
     def __init__(
@@ -163,13 +146,13 @@ class FSDPParamGroup:
         communication = Communication(compression)
         self.settings = GroupSettings(reshard_after_forward, mp_policy, post_forward_mesh, communication)
         self.schedule: Schedule[Any] = Schedule(CommContext(device))
-        self.users: WeakSet[GroupUser] = WeakSet()
+        self.users: WeakSet[Any] = WeakSet()
         self.counts_toward_depth = mesh.shard_size > 1
         self.taken = 0  # of the room
         self.residence = Residence.SHARDED
-        self.phase = Phase.IDLE
         self.forward_users: set[int] = set()
         self.backward_users: set[int] = set()
+        self.was_left = False
         self.prefetched = False
         self.held_by_user = False  # since an explicit unshard
         self.transports: tuple[Communication, Transports] | None = None  # and the settings that they were chosen for
@@ -365,11 +348,11 @@ class FSDPParamGroup:
             place_shards(self, [param for param in found if take_over(param, loading=loading)])
 
     @outside_transforms
-    def reshard(self, *, keep: bool = False, cache: bool = False, awaited: bool = False) -> None:
+    def reshard(self, *, keep: bool = False, cache: bool = False, for_backward: bool = False) -> None:
         """Registers the sharded parameters and frees the unsharded ones.
 
         With `keep`, and a smaller group to reshard to, this rank's part for that group is kept. With `cache` the memory
-        stays until another gather needs it, if that is possible; `awaited` if backward will use it.
+        stays until another gather needs it, if that is possible; `for_backward` if backward will use it.
         """
         if self.residence is Residence.SHARDED or (cache and self.residence is Residence.CACHED):
             return
@@ -386,7 +369,7 @@ class FSDPParamGroup:
                     else:
                         param.kept.clear()
         cache = cache and unsharded and self.plans is not None and not self.plans.has_subclass
-        if cache and self.schedule.room.cache(self, awaited=awaited):
+        if cache and self.schedule.room.cache(self, for_backward=for_backward):
             # Now, not when the memory is freed: that waits for these readers and for nothing that runs after them.
             self._readers = () if self.ticket is None else self.ticket.reader_events()
             self._move_to(Residence.CACHED)
@@ -429,7 +412,7 @@ class FSDPParamGroup:
         With `stays` the parameters stay unsharded: another backward will read them through this one's graph. With
         `cache` their memory stays until another gather, or the reduction, needs it.
         """
-        self.phase = Phase.POST_BACKWARD
+        self.was_left = True
         reduces, params, gradients = self.settings.reduce_grads, list[FSDPParam](), list[torch.Tensor]()
         if reduces:
             params, gradients = reduction.take_gradients(self.params, self.settings, alike=self._accumulating)
@@ -479,7 +462,7 @@ class FSDPParamGroup:
         """After all backwards of a step: reduces remaining gradients, if gradient sync is on by now, and reshards."""
         if self._accumulating or self.has_gradients or (self.has_partial and self.settings.all_reduce_grads):
             self.post_backward()
-            self.phase = Phase.IDLE
+            self.was_left = False
         else:
             self.reshard_after_use(stays=False)
 
@@ -521,7 +504,7 @@ class FSDPParamGroup:
                 self.ticket.wait()  # a gather under way reads the shards, and so do peers
                 schedule.context.wait_until_peers_have_read()
         check_gradients(self.params)
-        if self._accumulating or not self.settings.reduce_grads or self.phase is not Phase.IDLE:
+        if self._accumulating or not self.settings.reduce_grads or self.backward_users or self.was_left:
             missed = None
         else:
             missed = next((one for one in self.params if getattr(one.unsharded_param, "grad", None) is not None), None)
@@ -547,4 +530,4 @@ class FSDPParamGroup:
             param.forget_gradients()
             if RESET_DROPS_GRADIENTS:
                 param.sharded_param.grad = None
-        self.phase = Phase.IDLE
+        self.was_left = False

@@ -92,8 +92,8 @@ class Room:
         self._taken = 0
         self._groups: list[_Reference] = []
         # Groups whose memory a gather may free, oldest first: those without a later use, and those for backward.
-        self._over: dict[_Reference, int] = {}
-        self._awaited: dict[_Reference, int] = {}
+        self._unneeded: dict[_Reference, int] = {}
+        self._for_backward: dict[_Reference, int] = {}
         self._ahead: dict[_Reference, bool] = {}  # gathered ahead; True if for backward
 
     def admit(self, groups: Iterable[Group]) -> None:
@@ -106,7 +106,7 @@ class Room:
                 group.taken = group.unsharded_bytes if self.by_bytes else int(counts)
                 self._taken += group.taken
                 if not group.in_use:
-                    self.cache(group, awaited=True)
+                    self.cache(group, for_backward=True)
 
     # -- what a group takes --------------------------------------------------------------------------------------------
 
@@ -142,14 +142,14 @@ class Room:
         if not self.by_bytes:
             self._frees(1)
             return
-        while self._over:
-            self._free(next(iter(self._over)))
+        while self._unneeded:
+            self._free(next(iter(self._unneeded)))
 
     def _frees(self, needs: int, *, but_for_backward: bool = False) -> bool:
         """Frees cached memory until there is room; whether there is."""
         while self._taken + needs > self._limit:
-            queue = self._over or self._awaited
-            if not queue or (queue is self._awaited and but_for_backward):
+            queue = self._unneeded or self._for_backward
+            if not queue or (queue is self._for_backward and but_for_backward):
                 return False
             self._free(next(iter(queue)))
         return True
@@ -157,7 +157,7 @@ class Room:
     def _free(self, reference: _Reference) -> None:
         group = reference()
         if group is None:
-            for queue in (self._over, self._awaited):  # deleted, with its memory
+            for queue in (self._unneeded, self._for_backward):  # deleted, with its memory
                 self._taken -= queue.pop(reference, 0)
         elif group.is_unsharded:
             group.reshard()
@@ -185,8 +185,8 @@ class Room:
 
     # -- when a group is no longer in use ------------------------------------------------------------------------------
 
-    def cache(self, group: Group, *, awaited: bool) -> bool:
-        """Notes that a gather may free the memory of `group`, which backward will use if it is `awaited`.
+    def cache(self, group: Group, *, for_backward: bool) -> bool:
+        """Notes that a gather may free the memory of `group`, which backward will use if it stays `for_backward`.
 
         The group may be one that is set to stay unsharded: a budget frees it if it must.
 
@@ -195,19 +195,19 @@ class Room:
         """
         if not (self.states_ahead and group.taken):
             return False
-        (self._awaited if awaited else self._over)[weakref.ref(group)] = group.taken
+        (self._for_backward if for_backward else self._unneeded)[weakref.ref(group)] = group.taken
         return True
 
     def uncache(self, group: Group) -> bool:
         """Notes that no gather may free the memory of `group` any more; whether one might."""
         reference = weakref.ref(group)
-        return self._over.pop(reference, None) is not None or self._awaited.pop(reference, None) is not None
+        return self._unneeded.pop(reference, None) is not None or self._for_backward.pop(reference, None) is not None
 
     def free_cached(self, *, but_for_backward: bool = False) -> None:
         """Frees the memory of cached groups, except what is kept `but_for_backward`. Unsharded groups stay."""
-        kept = 0 if not but_for_backward else len(self._awaited) if self.by_bytes else 1
-        awaited = [*self._awaited]
-        for reference in (*self._over, *awaited[: len(awaited) - kept]):
+        queue = [*self._for_backward]
+        kept = 0 if not but_for_backward else len(queue) if self.by_bytes else 1
+        for reference in (*self._unneeded, *queue[: len(queue) - kept]):
             group = reference()
             if group is None or not group.is_unsharded:
                 self._free(reference)

@@ -310,14 +310,14 @@ class Schedule(Generic[_S]):
 
         A pass whose leaving autograd does not know, because its inputs need no gradient, counts as the later ones do.
         """
-        awaited, skipped = [], set[int]()
+        undecided, skipped = [], set[int]()
         for one in self.passes:
             if one.forward != forward.number or one is of or self.will_be_left(one):
                 continue
-            awaited.append(id(one))
+            undecided.append(id(one))
             if one.leaving is not None:
-                skipped.update(awaited)
-                awaited.clear()
+                skipped.update(undecided)
+                undecided.clear()
         return skipped
 
     def visit(self, entered: Pass) -> bool:

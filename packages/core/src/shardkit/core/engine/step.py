@@ -39,7 +39,7 @@ from torch.distributed.tensor import DTensor
 
 from shardkit.core import events
 from shardkit.core.engine.context import CommContext
-from shardkit.core.engine.group import FSDPParamGroup, Phase, Residence
+from shardkit.core.engine.group import FSDPParamGroup, Residence
 from shardkit.core.engine.handed import HandedContainers
 from shardkit.core.engine.root import initialise_root
 from shardkit.core.engine.schedule import Finalization, Forward, Pass, Schedule
@@ -89,6 +89,7 @@ class FSDPState:
         index: its place among them.
         fqn: name of its module below the root, known from the first forward on.
         is_root: whether it is the root; None until that is known.
+        in_backward: whether backward has entered it and not left it.
         auto_reshard: whether the user left `reshard_after_forward` at its default.
         runs_method: whether a method runs that was registered by `register_fsdp_forward_method`.
     """
@@ -109,7 +110,7 @@ class FSDPState:
         self.index = 0
         self.fqn = type(modules[0]).__name__
         self.is_root: bool | None = None
-        self.phase = Phase.IDLE
+        self.in_backward = False
         self.runs_method = False
         self.forward_prefetch: list[weakref.ReferenceType[FSDPState]] = []
         self.backward_prefetch: list[weakref.ReferenceType[FSDPState]] = []
@@ -153,7 +154,7 @@ class FSDPState:
     def pre_forward(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Runs before the forward of a module; afterwards its unsharded parameters are registered on it."""
         casts = self.mp_policy.param_dtype if self.mp_policy.cast_forward_inputs else None
-        if self.phase is Phase.PRE_BACKWARD and current_backward() != -1:  # recomputed by activation checkpointing
+        if self.in_backward and current_backward() != -1:  # recomputed by activation checkpointing
             if events.hub.active:
                 events.emit(events.ModuleBegan(self.fqn, "recompute", bool(self.is_root)))
             self._unshard(in_backward=True)
@@ -178,7 +179,7 @@ class FSDPState:
         begins, with_grad = not self._pass.is_open, torch.is_grad_enabled()
         if begins:
             self._begin_pass()
-        self.phase = Phase.FORWARD
+        self.in_backward = False
         self._unshard(in_backward=False)
         if begins:
             self._gather_next()
@@ -293,7 +294,7 @@ class FSDPState:
         """Runs after the forward of a module, even if it raised (then `output` is None)."""
         casts, recomputes = self.mp_policy.output_dtype, self.schedule.backward is not None
         if not self._handed:
-            if self.phase is not Phase.PRE_BACKWARD or current_backward() == -1:  # a hook before ours raised
+            if not self.in_backward or current_backward() == -1:  # a hook before ours raised
                 return output
             if events.hub.active:
                 events.emit(events.ModuleEnded(self.fqn, "recompute", bool(self.is_root)))
@@ -370,11 +371,11 @@ class FSDPState:
         ended.is_open = False
         if schedule.innermost is ended:
             schedule.innermost = ended.forward_parent
-        self.phase = Phase.IDLE
+        self.in_backward = False
         for group in self.groups:
             group.forward_users.discard(self.index)
-        awaited = with_grad and ended.has_backward
-        if awaited:
+        for_backward = with_grad and ended.has_backward
+        if for_backward:
             schedule.add_pass(ended)
             if schedule.backward is not None:
                 return  # recomputed: the backward that requested it continues with it
@@ -386,9 +387,10 @@ class FSDPState:
             if group.forward_users or group.backward_users or group.prefetched:
                 continue
             if group.settings.reshard_after_forward or frees:
-                group.reshard(keep=with_grad, cache=True, awaited=awaited and group.settings.unshard_in_backward)
+                will_gather = for_backward and group.settings.unshard_in_backward
+                group.reshard(keep=with_grad, cache=True, for_backward=will_gather)
             else:
-                schedule.room.cache(group, awaited=awaited)
+                schedule.room.cache(group, for_backward=for_backward)
 
     def _watch_outputs(self, output: Any, inputs: set[int]) -> Any:
         """Puts `pre_backward` on every output through which backward may enter the graph of this forward.
@@ -493,21 +495,20 @@ class FSDPState:
     @no_dynamo
     def pre_backward(self, gradient: torch.Tensor | None = None, *, of: Pass) -> None:
         """Runs when the gradient of an output arrives, or may arrive next; afterwards the parameters are unsharded."""
-        if self.phase is Phase.PRE_BACKWARD:
+        if self.in_backward:
             self._enter_parent(of)  # backward may have left it between two outputs
             if of is not self._entered and not self.schedule.will_be_left(self._entered):  # nor will one
                 self._entered = of
                 self._enter_backward(of)
             return
-        self.phase = Phase.PRE_BACKWARD
+        self.in_backward = True
         self._entered = of
         if events.hub.active:
             events.emit(events.ModuleBegan(self.fqn, "backward", bool(self.is_root)))
         if self.schedule.backward is None:
             self.schedule.begin_backward(of, self.end_backward)
         for group in self.groups:
-            group.phase = Phase.PRE_BACKWARD
-            group.prefetched = False
+            group.was_left = group.prefetched = False
             group.backward_users.add(self.index)
         for group in self.groups:
             if group.settings.unshard_in_backward:
@@ -583,7 +584,7 @@ class FSDPState:
         if schedule.backward is None:
             schedule.begin_backward(None, self.end_backward)
         assert schedule.backward is not None
-        self.phase = Phase.IDLE
+        self.in_backward = False
         # The inner backward of a recomputation may build a graph although the outer one does not.
         builds_graph = schedule.backward.builds_graph or (torch.is_grad_enabled() and not transforms_active())
         for group in self.groups:
@@ -633,15 +634,14 @@ class FSDPState:
             self._pass.is_open = False
             for group in self.groups:
                 group.forward_users.discard(self.index)
-        unfinished = self.phase is Phase.PRE_BACKWARD
-        self.phase = Phase.FORWARD if self._handed else Phase.IDLE
+        unfinished, self.in_backward = self.in_backward, False
         for group in self.groups:
             group.backward_users.clear()
-            if group.phase is not Phase.POST_BACKWARD or group.has_gradients:
+            if not group.was_left or group.has_gradients:
                 group.post_backward(stays=builds_graph)
             elif not group.forward_users:
                 group.reshard_after_use(stays=builds_graph)
-            group.phase = Phase.IDLE
+            group.was_left = False
         if unfinished and events.hub.active:
             events.emit(events.ModuleEnded(self.fqn, "backward", bool(self.is_root)))
 
@@ -730,7 +730,7 @@ def reset(schedule: Schedule[FSDPState]) -> None:
         state._pass = Pass(state.index)
         state._wrapped_inputs.clear()
         state._handed.clear()
-        state.phase = Phase.IDLE
+        state.in_backward = False
     schedule.room.clear()
 
 

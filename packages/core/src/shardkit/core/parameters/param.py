@@ -464,7 +464,7 @@ class FSDPParam:
     def _decide_gradient_dtype(self, parameter: torch.Tensor) -> None:
         self.gradient_dtype = self.gradient_dtype.decided(parameter, self.mp_policy.reduce_dtype, self.orig_dtype)
 
-    def take_gradients(self) -> torch.Tensor | None:
+    def set_gradient_aside(self) -> torch.Tensor | None:
         """Before a cast or move of the module: takes away a gradient whose dtype must not follow the parameter's."""
         self._decide_gradient_dtype(self.sharded_param)
         gradient = self.sharded_param.grad if self.gradient_dtype.chosen else None
@@ -472,7 +472,7 @@ class FSDPParam:
             self.sharded_param.grad = None
         return gradient
 
-    def put_gradients_back(self, gradient: torch.Tensor | None) -> None:
+    def put_gradient_back(self, gradient: torch.Tensor | None) -> None:
         """After a cast or move: restores `grad_dtype`, and that gradient, moved along."""
         self.gradient_dtype.put_on(self.sharded_param)
         if gradient is not None:
