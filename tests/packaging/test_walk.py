@@ -20,14 +20,14 @@ from tests.support import run_ranks
 ROOT = Path(shardkit.core.__file__).parent
 LIMITS = {  # functions, files
     "fully_shard": (68, 21),
-    "first forward": (139, 23),
-    "forward": (85, 15),
-    "backward": (102, 17),
+    "first forward": (138, 23),
+    "forward": (83, 15),
+    "backward": (98, 17),
     "step": (5, 3),
-    "all": (270, 35),
+    "all": (260, 34),
 }
 if torch.__version__ >= "2.15":
-    LIMITS["backward"] = (103, 17)  # gradients stay wider than the compute dtype: `_common_dtype`
+    LIMITS["backward"] = (99, 17)  # gradients stay wider than the compute dtype: `_common_dtype`
 
 
 class Block(nn.Module):

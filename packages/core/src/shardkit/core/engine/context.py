@@ -6,7 +6,7 @@ import contextlib
 import functools
 import itertools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -81,20 +81,18 @@ class CommContext:
 
     # -- communication in flight ---------------------------------------------------------------------------------------
 
-    def free_inputs(self, *, but: int) -> None:
-        """Waits until all but the newest `but` reductions have freed their inputs: gradients, or packed buffers.
+    def reduce(self, make: Callable[[], Program], label: str, most_inputs: int) -> Ticket:
+        """Starts the reduction whose program `make` makes, which allocates what it packs.
 
-        On streams the part of a reduction after its reduce-scatter (the all-reduce of HSDP) overlaps with the rest of
-        backward; on a CPU a later call waits for it.
+        Waits before until so many earlier ones have freed their inputs (gradients, or packed buffers) that this one is
+        one of `most_inputs`. On streams the part of a reduction after its reduce-scatter (the all-reduce of HSDP)
+        overlaps with the rest of backward; on a CPU a later call waits for it.
         """
-        for ticket in list(itertools.islice(self._with_inputs, max(0, len(self._with_inputs) - but))):
+        for ticket in list(itertools.islice(self._with_inputs, max(0, len(self._with_inputs) - most_inputs + 1))):
             ticket.wait_for_stage()
         while self._with_inputs and not self._with_inputs[0].has_stages:
             self._with_inputs.popleft()
-
-    def reduce(self, program: Program, label: str) -> Ticket:
-        """Starts a reduction."""
-        ticket = self.reductions.start(program, label)
+        ticket = self.reductions.start(make(), label)
         self._with_inputs.append(ticket)
         self._in_flight.append(ticket)
         while self._in_flight and self._in_flight[0].done:

@@ -455,8 +455,8 @@ class FSDPParamGroup:
                 ticket.wait()
         self._reducing.clear()
         for bucket in reduction.buckets(self, params, gradients, transport, settings):
-            context.free_inputs(but=settings.max_reduce_inputs - 1)  # before memory for others is allocated
-            self._reducing.append(context.reduce(reduction.program(self, bucket, transport, settings), self.label))
+            make = functools.partial(reduction.program, self, bucket, transport, settings)
+            self._reducing.append(context.reduce(make, self.label, settings.max_reduce_inputs))
 
     def finalize_backward(self) -> None:
         """After all backwards of a step: reduces remaining gradients, if gradient sync is on by now, and reshards."""

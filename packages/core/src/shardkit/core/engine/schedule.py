@@ -322,7 +322,7 @@ class Schedule(Generic[_S]):
 
     def visit(self, entered: Pass) -> bool:
         """Backward enters a pass: drops it and all later ones. False if it has before, or the pass is not known."""
-        if entered.visited or self.backward is None:
+        if entered.visited:
             return False
         last = len(self.passes) - 1
         while last >= 0 and self.passes[last] is not entered:
@@ -357,15 +357,14 @@ class Schedule(Generic[_S]):
 
 
 class Finalization:
-    """Reductions that `finalize_backward` has started; its context holds it until they have been waited for."""
+    """Reductions that `finalize_backward` has started; its context holds it until they have been waited for.
+
+    `schedule` is that of the root whose step it ends.
+    """
 
     def __init__(self, schedule: Schedule[Any]) -> None:
-        self._schedule = schedule
+        self.schedule = schedule
         schedule.context.finalization = self
-
-    def belongs_to(self, schedule: Schedule[Any]) -> bool:
-        """Whether it has finalized a step of that root."""
-        return self._schedule is schedule
 
     def wait(self) -> None:
         """Waits for the reductions.
@@ -373,11 +372,11 @@ class Finalization:
         Raises:
             RuntimeError: if `reset_iter_state` was called meanwhile.
         """
-        context = self._schedule.context
+        context = self.schedule.context
         if context.finalization is not self:
             raise RuntimeError(
                 "reset_iter_state() has dropped the gradients that this handle is for; run the iteration again"
             )
-        self._schedule.finish_reductions()
+        self.schedule.finish_reductions()
         context.wait_until_peers_have_read()
         context.finalization = None

@@ -716,7 +716,7 @@ def reset(schedule: Schedule[FSDPState]) -> None:
     """Forgets a failed iteration: nothing is in flight, everything is sharded, unsharded gradients are dropped."""
     context = schedule.context
     _LOG.info("reset_iter_state: the iteration is dropped")
-    if isinstance(context.finalization, Finalization) and not context.finalization.belongs_to(schedule):
+    if isinstance(context.finalization, Finalization) and context.finalization.schedule is not schedule:
         schedule.refuse_during_finalization("reset_iter_state was called")
     context.finalization = None
     schedule.unfinalized = False
