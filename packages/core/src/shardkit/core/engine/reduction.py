@@ -40,7 +40,7 @@ class Division:
     after_all: float | None = None
 
 
-@functools.cache
+@functools.lru_cache(maxsize=64)
 def division_for(size: int, dtype: torch.dtype, factor: float | None, force_sum: bool) -> Division:
     """The division for `size` data-parallel ranks, with the same arithmetic in the same order as stock FSDP2.
 
@@ -64,7 +64,6 @@ class Reduced(Group, Protocol):
     """A parameter group, which `group.py` documents."""
 
     reduce_plans: dict[tuple[Any, ...], ReducePlan]
-    versions: list[int]
     offloaded: bool
     when_delivered: list[Callable[[Sequence[FSDPParam]], None]]
 
