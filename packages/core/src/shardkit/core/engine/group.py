@@ -21,7 +21,6 @@ import torch
 from torch.autograd import profiler
 
 from shardkit.core.engine import reduction
-from shardkit.core.engine.context import CommContext
 from shardkit.core.engine.gather import GatherPlans, gather_bytes, gather_kept, gather_sharded, place_shards
 from shardkit.core.engine.schedule import Schedule
 from shardkit.core.engine.settings import GroupSettings
@@ -145,7 +144,7 @@ class FSDPParamGroup:
         self.label = ", ".join(param.fqn for param in params[:1])
         communication = Communication(compression)
         self.settings = GroupSettings(reshard_after_forward, mp_policy, post_forward_mesh, communication)
-        self.schedule: Schedule[Any] = Schedule(CommContext(device))
+        self.schedule: Schedule[Any]  # set by its first user
         self.users: WeakSet[Any] = WeakSet()
         self.counts_toward_depth = mesh.shard_size > 1
         self.taken = 0  # of the room
