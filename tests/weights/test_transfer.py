@@ -203,6 +203,7 @@ class Adapted(nn.Module):
     """A linear layer with adapters, with the attributes and names of peft 0.21."""
 
     disable_adapters = merged = False
+    adapter_layer_names = ("lora_A", "lora_B", "lora_embedding_A")
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
@@ -276,7 +277,15 @@ def test_adapters_are_merged_or_alone():
         torch.testing.assert_close(there[name], tensor.detach(), msg=lambda text, name=name: f"{name}: {text}")
 
 
-@pytest.mark.parametrize("wrong", [{"fan_in_fan_out": True}, {"lora_variant": {"a": object()}}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"fan_in_fan_out": True},
+        {"parameter_name": "experts"},
+        {"lora_variant": {"a": object()}},
+        {"adapter_layer_names": ("ia3_l",), "ia3_l": {"a": object()}},
+    ],
+)
 def test_adapters_of_other_kinds_are_named(wrong):
     model = adapted()
     vars(model.q).update(wrong)

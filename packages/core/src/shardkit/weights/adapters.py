@@ -32,7 +32,11 @@ def merged(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, Factors
                 copies |= {
                     f"{path}.{one.removeprefix(inside)}": t for one, t in whole.items() if one.startswith(inside)
                 }
-        if hasattr(layer, "lora_A") and (found := _factors(path, layer, whole)) is not None:
+        if (
+            hasattr(layer, "base_layer")
+            and hasattr(layer, "active_adapters")
+            and (found := _factors(path, layer, whole)) is not None
+        ):
             factors[_plain(f"{path}.weight")] = found
     for name, tensor in whole.items():
         if ".modules_to_save." not in name and ".lora_" not in name:
@@ -49,10 +53,11 @@ def _factors(path: str, layer: Any, state: Mapping[str, torch.Tensor]) -> Factor
     """Of the active adapters of a layer together; None if there are none, or if they are merged already."""
     if layer.merged or layer.disable_adapters:
         return None
-    active = [one for one in layer.active_adapters if one in layer.lora_A]
-    kinds = [getattr(layer, kind, None) for kind in ("lora_embedding_A", "lora_variant", "lora_magnitude_vector")]
-    odd = next((one for one in layer.active_adapters if any(kind and one in kind for kind in kinds)), None)
-    if odd is not None or getattr(layer, "fan_in_fan_out", False) or (active and layer.base_layer.weight.ndim != 2):
+    others = {*layer.adapter_layer_names, "lora_variant", "lora_magnitude_vector"} - {"lora_A", "lora_B"}
+    odd = any(one in getattr(layer, kind, ()) for kind in others for one in layer.active_adapters)
+    odd |= getattr(layer, "fan_in_fan_out", False) or getattr(layer, "parameter_name", "weight") != "weight"
+    active = [one for one in layer.active_adapters if one in getattr(layer, "lora_A", ())]
+    if odd or (active and not (layer.base_layer.weight.ndim == 2 and layer.base_layer.weight.is_floating_point())):
         raise ValueError(
             f"'{path}': its adapter is not a product of two matrices that is added to a linear layer; pass a copy of "
             "the model with the adapter merged"
