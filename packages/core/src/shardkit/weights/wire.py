@@ -301,13 +301,12 @@ class News:
         self._event.set()
         self._event = asyncio.Event()
 
-    async def until(self, condition: Callable[[], bool], within: float | None = None) -> bool:
-        """Waits until a condition holds, for `within` seconds at most; returns whether it does."""
+    async def until(self, condition: Callable[[], bool], within: float | None = None) -> None:
+        """Waits until a condition holds, for `within` seconds at most."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within):
                 while not condition():
                     await self._event.wait()
-        return condition()
 
 
 class IOThread:
@@ -327,12 +326,11 @@ class IOThread:
         finally:
             future.cancel()
 
-    def spawn(self, work: Coroutine[Any, Any, None]) -> Future[None]:
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Starts a task that runs until it ends or the thread is closed."""
         future = asyncio.run_coroutine_threadsafe(work, self.loop)
         self._spawned.add(future)
         future.add_done_callback(self._spawned.discard)
-        return future
 
     def close(self) -> None:
         """Cancels all tasks and ends the thread."""
