@@ -244,31 +244,32 @@ class _Copies(TorchDispatchMode):
     """Notes copies from tensors without memory, in place of making them.
 
     Attributes:
-        made: what was copied of each tensor, as (into, from); None if anything else was computed from it.
-        used: the memory of parameters from which, or into which, something else was computed; that is not written.
+        targets: where each tensor is copied to; None if anything else is computed from it.
+        used: the memory of parameters from which, or into which, something else is computed; that is not written.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._storages = {one.untyped_storage(): name for name, one in tensors.items()}
+        self._named = {one.untyped_storage(): (name, one) for name, one in tensors.items()}
         self._parameters = {_memory(one) for one in model.parameters()}
+        self.targets: dict[str, list[Target] | None] = {name: [] for name in tensors}
         self.used: set[int] = set()
-        self.made: dict[str, list[tuple[torch.Tensor, torch.Tensor]] | None] = {name: [] for name in tensors}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         values = [*args, *(kwargs or {}).values()]
-        lists = [one for value in values if isinstance(value, (list, tuple)) for one in value]  # those of torch.cat
-        given = [one for one in values + lists if isinstance(one, torch.Tensor) and one.is_meta]
-        names = [self._storages[one.untyped_storage()] for one in given if one.untyped_storage() in self._storages]
+        values += [one for value in values if isinstance(value, (list, tuple)) for one in value]  # those of torch.cat
+        given = [one for one in values if isinstance(one, torch.Tensor)]
+        named = [self._named[key] for one in given if one.is_meta and (key := one.untyped_storage()) in self._named]
         if func is torch.ops.aten.copy_.default and args[1].is_meta and not args[0].is_meta:
-            for name in names:
-                if (made := self.made[name]) is not None:
-                    made.append(args[:2])
+            for name, whole in named:
+                region, found = _region(whole, args[1], args[0]), self.targets[name]
+                self.targets[name] = (
+                    None if region is None or found is None else [*found, Target(name, region, args[0])]
+                )
             return args[0]
         if not func.is_view:
-            self.made |= dict.fromkeys(names)
-            real = [one for one in values + lists if isinstance(one, torch.Tensor) and one.numel() and not one.is_meta]
-            used = self._parameters.intersection(map(_memory, real))
+            self.targets |= dict.fromkeys(name for name, _ in named)
+            used = {_memory(one) for one in given if not one.is_meta and one.numel()} & self._parameters
             self.used |= used
             if used and func._schema.is_mutable:
                 return args[0]
@@ -341,14 +342,10 @@ def _recorded(model: Any, looks: Looks) -> dict[str, list[Target] | None]:
         for parameter, data in parameters:
             if parameter.is_meta:  # replaced by what was loaded
                 parameter.data = data
-    found: dict[str, list[Target] | None] = {}
-    for name, made in copies.made.items():
-        regions = [(_region(tensors[name], part, into), into) for into, part in made or ()]
-        plain = made is not None and all(
-            region is not None and _memory(into) not in copies.used for region, into in regions
-        )
-        found[name] = [Target(name, region, into) for region, into in regions] if plain else None
-    return found
+    return {
+        name: None if targets and any(_memory(one.tensor) in copies.used for one in targets) else targets
+        for name, targets in copies.targets.items()
+    }
 
 
 def _region(whole: torch.Tensor, part: torch.Tensor, into: torch.Tensor) -> list[slice] | None:
