@@ -97,6 +97,7 @@ class Outlet:
                 await ready(number)  # before it takes a bucket that others may need to make it ready
                 bucket = await free.get()
                 before = asyncio.create_task(self._send(number, bucket, free, packed, before))
+                before.add_done_callback(lambda one: one.cancelled() or one.exception())  # if nobody awaits it any more
         finally:
             if before is not None:
                 await asyncio.wait([before])  # a thread may be filling its bucket
