@@ -2,6 +2,7 @@
 
 import functools
 import os
+from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -16,6 +17,12 @@ DEVICE = "cpu"
 def rank_mesh(shape: tuple[int, ...], names: tuple[str, ...] | None = None) -> DeviceMesh:
     """Return a mesh over all ranks, on `DEVICE`. Collective on its first call with the same arguments."""
     return init_device_mesh(DEVICE, shape, mesh_dim_names=names)
+
+
+def impatient_mesh() -> DeviceMesh:
+    """Return a new mesh over all ranks whose collectives wait for four seconds. Collective."""
+    group = dist.new_group(list(range(dist.get_world_size())), timeout=timedelta(seconds=4))
+    return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp",))
 
 
 def data_mesh(hsdp: bool) -> DeviceMesh:

@@ -78,9 +78,7 @@ class BFloat16OnTheWire(WireWeight):
         self.calls.append(mesh)
         return (self._inner.to(torch.bfloat16),), None
 
-    def fsdp_post_all_gather(
-        self, gathered: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
-    ) -> Any:
+    def fsdp_post_all_gather(self, gathered, metadata, param_dtype, *, out=None):
         (data,) = gathered
         if out is not None:
             assert out.untyped_storage().data_ptr() == data.untyped_storage().data_ptr()
@@ -94,7 +92,5 @@ class SameOnTheWire(WireWeight):
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], Any]:
         return (self._inner,), None
 
-    def fsdp_post_all_gather(
-        self, gathered: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
-    ) -> Any:
+    def fsdp_post_all_gather(self, gathered, metadata, param_dtype, *, out=None):
         return None if out is not None else (SameOnTheWire(gathered[0]), gathered)

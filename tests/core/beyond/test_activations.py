@@ -17,18 +17,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 from shardkit.core import MixedPrecisionPolicy, fully_shard
 from shardkit.core.beyond import activations, offload_activations
 from tests.support import on_ranks, rank_mesh
+from tests.support.models import Composed
+from tests.support.sharding import shard_each
+from tests.support.twins import assert_equal
 from tests.tools.measured import Meter
 
 WIDTH, HEADS, SEQUENCE, VOCABULARY = 16, 2, 8, 24
@@ -78,9 +76,7 @@ class Model(nn.Module):
 
 
 def sharded(model: nn.Module, **options: Any) -> None:
-    for block in model.blocks:
-        fully_shard(block, **options)
-    fully_shard(model, **options)
+    shard_each(*model.blocks, model, **options)
 
 
 def compiled(model: nn.Module, **options: Any) -> None:
@@ -175,9 +171,8 @@ def odd_ones(name: str, block: nn.Module) -> bool:
 
 
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-SHARDED, IN_BF16 = partial(sharded), partial(sharded, mp_policy=BF16)
-KEPT = partial(sharded, reshard_after_forward=False)
-COMPILED, WHOLE = partial(compiled), partial(compiled, fullgraph=True)
+IN_BF16, KEPT = partial(sharded, mp_policy=BF16), partial(sharded, reshard_after_forward=False)
+WHOLE = partial(compiled, fullgraph=True)
 
 
 @pytest.mark.parametrize(
@@ -187,49 +182,38 @@ COMPILED, WHOLE = partial(compiled), partial(compiled, fullgraph=True)
         pytest.param(one_by_one, [], {"keep": odd_ones, "min_bytes": 2000}, id="keep-named-and-large"),
         pytest.param(double_backward, [], {"keep": 0}, id="double-backward"),
         pytest.param(recomputed, [], {}, id="checkpoint-around"),
-        pytest.param(one_by_one, [COMPILED], {}, id="compiled"),
+        pytest.param(one_by_one, [compiled], {}, id="compiled"),
         pytest.param(one_by_one, [KEPT], {"keep": 0}, id="sharded-until-backward"),
         pytest.param(one_by_one, [IN_BF16], {}, id="sharded-bf16"),
-        pytest.param(pipelined, [SHARDED], {}, id="sharded-pipelined"),
-        pytest.param(twice, [SHARDED], {"keep": 0}, id="sharded-twice"),
-        pytest.param(one_by_one, [SHARDED], {"reentrant": False}, id="sharded-checkpointed"),
-        pytest.param(one_by_one, [SHARDED], {"reentrant": True}, id="sharded-checkpointed-reentrant"),
-        pytest.param(one_by_one, [WHOLE, SHARDED], {}, id="sharded-compiled"),
+        pytest.param(pipelined, [sharded], {}, id="sharded-pipelined"),
+        pytest.param(twice, [sharded], {"keep": 0}, id="sharded-twice"),
+        pytest.param(one_by_one, [sharded], {"reentrant": False}, id="sharded-checkpointed"),
+        pytest.param(one_by_one, [sharded], {"reentrant": True}, id="sharded-checkpointed-reentrant"),
+        pytest.param(one_by_one, [WHOLE, sharded], {}, id="sharded-compiled"),
     ],
 )
 @on_ranks(2, timeout=240)
 def test_the_same_bits(
-    rank: int,
-    world_size: int,
-    tmp_path: Path,
-    run: Run,
-    prepare: list[Callable[..., Any]],
-    options: dict[str, Any],
+    rank: int, world_size: int, tmp_path: Path, run: Run, prepare: list[Callable[..., Any]], options: dict[str, Any]
 ) -> None:
     place = tmp_path / str(rank)
     place.mkdir()
-    without, moved = (results(where, run, prepare, **options) for where in (None, place))
-    assert len(without) == len(moved)
-    for number, (one, two) in enumerate(zip(without, moved, strict=True)):
-        assert torch.equal(one, two), number
+    assert_equal(*(results(where, run, prepare, **options) for where in (place, None)))
 
 
-class SequenceCut(nn.Module):
+def sequence_cut() -> nn.Module:
     """A block whose activations are DTensors, cut on the sequence between its matrices."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 4 * WIDTH)
-        self.down = nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
+    return Composed(
+        lambda block, x: x + block.down(F.gelu(block.up(block.norm(x)))),
+        norm=nn.LayerNorm(WIDTH),
+        up=nn.Linear(WIDTH, 4 * WIDTH),
+        down=nn.Linear(4 * WIDTH, WIDTH),
+    )
 
 
 def tensor_parallel(place: Path | None, writes: bool = False) -> list[Tensor]:
     torch.manual_seed(0)
-    model = nn.Sequential(*(SequenceCut() for _ in range(3)))
+    model = nn.Sequential(*(sequence_cut() for _ in range(3)))
     mesh = rank_mesh((2,), ("tp",))
     cut = Shard(1)
     plan = {
@@ -256,28 +240,23 @@ def tensor_parallel(place: Path | None, writes: bool = False) -> list[Tensor]:
 
 @on_ranks(2)
 def test_activations_that_are_dtensors(rank: int, world_size: int, tmp_path: Path) -> None:
-    for one, two in zip(tensor_parallel(None), tensor_parallel(tmp_path), strict=True):
-        assert torch.equal(one, two)
+    assert_equal(tensor_parallel(tmp_path), tensor_parallel(None))
     for place in (None, tmp_path):
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             tensor_parallel(place, writes=True)
 
 
-class Exp(nn.Module):
+def exp(block: Any, x: Tensor) -> Tensor:
     """Saves its output; `writes` to it, or to a view of it, from within."""
-
-    writes = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = x.exp()
-        if self.writes:
-            y[1:].mul_(2)
-        return y
+    y = x.exp()
+    if block.writes:
+        y[1:].mul_(2)
+    return y
 
 
 def written(place: Path | None, when: str) -> Tensor:
     """Writes to a tensor that is saved: in the block that saved it, in the next one, or after forward."""
-    model = nn.Sequential(*(Exp() for _ in range(3)))
+    model = nn.Sequential(*(Composed(exp, writes=False) for _ in range(3)))
     if place is not None:
         offload_activations(model, directory=place, min_bytes=0)
     outputs: list[Tensor] = []
@@ -368,23 +347,22 @@ def moved(model: nn.Module, monkeypatch: pytest.MonkeyPatch, place: Path, x: Ten
     return sent
 
 
-class Held(nn.Module):
+def held() -> nn.Module:
     """A block that saves views of its parameters and buffers, its input three times, and half of a wider tensor."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4, 256, 256))
-        self.register_buffer("scale", torch.randn(256))
+    def run(block: Any, x: Tensor) -> Tensor:
+        y = x @ block.weight[1].t() + (x * x).view(-1, 256) @ block.weight[2]
+        return (y * block.scale + x.t().flip(0).t().expand_as(x)).unflatten(0, (-1, 2)).flatten(0, 1)
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = x @ self.weight[1].t() + (x * x).view(-1, 256) @ self.weight[2]
-        return (y * self.scale + x.t().flip(0).t().expand_as(x)).unflatten(0, (-1, 2)).flatten(0, 1)
+    block = Composed(run, weight=nn.Parameter(torch.randn(4, 256, 256)))
+    block.register_buffer("scale", torch.randn(256))
+    return block
 
 
 @on_ranks(1, 2)
 def test_parameters_stay_and_tensors_saved_twice_move_once(rank: int, world_size: int, tmp_path: Path) -> None:
     for shards in (False, True):
-        model = nn.Sequential(Held(), Held())
+        model = nn.Sequential(held(), held())
         for block in model if shards else ():
             fully_shard(block)
         x = torch.randn(2, 256, requires_grad=True)
@@ -393,24 +371,20 @@ def test_parameters_stay_and_tensors_saved_twice_move_once(rank: int, world_size
             assert moved(model, patch, tmp_path, x) == 2 * 2 * 2 * 256 * 4
 
 
-class Odd(nn.Module):
+def odd() -> nn.Module:
     """Has a parameter without memory yet, a sparse buffer, and a parameter that consists of two tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lazy = nn.LazyLinear(WIDTH)
-        self.register_buffer("neighbours", torch.eye(SEQUENCE).to_sparse())
-        self.two = nn.Parameter(TwoTensor(torch.eye(WIDTH), torch.eye(WIDTH)), requires_grad=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.sparse.mm(self.neighbours, torch.tanh(self.lazy(x))) @ self.two.a
+    two = nn.Parameter(TwoTensor(torch.eye(WIDTH), torch.eye(WIDTH)), requires_grad=False)
+    run = lambda block, x: torch.sparse.mm(block.neighbours, torch.tanh(block.lazy(x))) @ block.two.a  # noqa: E731
+    block = Composed(run, lazy=nn.LazyLinear(WIDTH), two=two)
+    block.register_buffer("neighbours", torch.eye(SEQUENCE).to_sparse())
+    return block
 
 
 def test_tensors_that_are_not_plain(tmp_path: Path) -> None:
     found = []
     for moves in (False, True):
         torch.manual_seed(0)
-        model = nn.Sequential(*(Odd() for _ in range(3)))
+        model = nn.Sequential(*(odd() for _ in range(3)))
         offload = offload_activations(model, directory=tmp_path, min_bytes=0) if moves else None
         model(torch.ones(SEQUENCE, WIDTH)).sum().backward()
         found.append([one.grad for one in model.parameters() if one.requires_grad])

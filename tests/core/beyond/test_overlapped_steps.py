@@ -24,20 +24,20 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import shardkit.core
-from shardkit.core import Blocks, clip_grad_norm_, full_state_dict, fully_shard, optimizer_step_on_shards
+from shardkit.core import Blocks, clip_grad_norm_, full_state_dict, optimizer_step_on_shards
 from shardkit.core.beyond import FileTier, overlap_step, steps
 from shardkit.core.checkpoint import CheckpointManager
 from shardkit.core.engine.group import FSDPParamGroup
 from shardkit.core.parameters.param import sharded_counterpart
 from shardkit.core.torch_compat import held_local
 from tests.core.checkpoint.trainee import ElasticLoader, Trainee, differences
-from tests.core.optimizer_steps.placed_training import ELEMENTWISE, Layers, assert_same, loss_of, optimizer_for
+from tests.core.optimizer_steps.placed_training import ELEMENTWISE, loss_of, optimizer_for, shard_layers
 from tests.support import on_ranks, rank_mesh, run_ranks
 from tests.support.parity import Case, build, shard
 from tests.support.schedules import Run, plain
 from tests.support.sharding import shard_each
-from tests.support.trace import EXACT, Trace
-from tests.support.trace import assert_same as assert_same_traces
+from tests.support.trace import EXACT, Trace, assert_same
+from tests.support.twins import assert_equal
 
 
 class Late:
@@ -132,9 +132,9 @@ def _same_as_plain(
 
     kind = Unread if when == "backward" else Run
     expected = _train(rank, world_size, case, make, kind)
-    assert_same_traces(expected, _train(rank, world_size, case, make, kind, when, make_tier), EXACT)
+    assert_same(expected, _train(rank, world_size, case, make, kind, when, make_tier), EXACT)
     with late():
-        assert_same_traces(expected, _train(rank, world_size, case, make, kind, when, make_tier), EXACT)
+        assert_same(expected, _train(rank, world_size, case, make, kind, when, make_tier), EXACT)
 
 
 @pytest.mark.parametrize(("name", "options"), OPTIMIZERS, ids=str)
@@ -193,39 +193,29 @@ def test_steps_in_backward_are_hidden_by_it(rank: int, world_size: int) -> None:
         assert sorted(seen) == sorted(started)
 
 
-TOO_LATE = "is used or dropped before optimizer.step"
+def _unscale(model: Any, optimizer: Any) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(1))
+    scaler.unscale_(optimizer)
 
+
+TOO_LATE: dict[str, Callable[[Any, Any], Any]] = {
+    "clipping": lambda model, optimizer: clip_grad_norm_(model.parameters(), 1.0),
+    "torch's clipping": lambda model, optimizer: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+    "a scaler": _unscale,
+    "another sum": lambda model, optimizer: loss_of(model, 0, 9).backward(),
+    "a step that is left out": lambda model, optimizer: (optimizer.zero_grad(), loss_of(model, 0, 9).backward()),
+    "a gradient that is dropped": lambda model, optimizer: (
+        setattr(model.layers[1].weight, "grad", None),
+        optimizer.step(),
+    ),
+    "state that is loaded": lambda model, optimizer: (
+        optimizer.load_state_dict(optimizer.state_dict()),
+        optimizer.step(),
+    ),
+}
 MISUSES: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
-    "clipping": (
-        lambda model, optimizer: clip_grad_norm_(model.parameters(), 1.0),
-        TOO_LATE,
-    ),
-    "torch's clipping": (
-        lambda model, optimizer: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
-        TOO_LATE,
-    ),
-    "a scaler": (
-        lambda model, optimizer: (scaler := torch.amp.GradScaler("cpu"), scaler.scale(torch.ones(1)))[0].unscale_(
-            optimizer
-        ),
-        TOO_LATE,
-    ),
-    "another sum": (
-        lambda model, optimizer: loss_of(model, 0, 9).backward(),
-        TOO_LATE,
-    ),
-    "a step that is left out": (
-        lambda model, optimizer: (optimizer.zero_grad(), loss_of(model, 0, 9).backward()),
-        TOO_LATE,
-    ),
-    "a gradient that is dropped": (
-        lambda model, optimizer: (setattr(model.layers[1].weight, "grad", None), optimizer.step()),
-        TOO_LATE,
-    ),
-    "state that is loaded": (
-        lambda model, optimizer: (optimizer.load_state_dict(optimizer.state_dict()), optimizer.step()),
-        TOO_LATE,
-    ),
+    **{name: (misuse, "is used or dropped before optimizer.step") for name, misuse in TOO_LATE.items()},
     "another rate": (
         lambda model, optimizer: (optimizer.param_groups[0].update(lr=0.5), optimizer.step()),
         "lr was changed from 0.05 to 0.5 between backward and optimizer.step",
@@ -245,10 +235,7 @@ def test_what_cannot_step_in_backward_is_refused(rank: int, world_size: int) -> 
             misuse(model, optimizer)
         model.reset_iter_state()
         optimizer.zero_grad()
-        for one, other in zip(*(model.parameters() for model in pair.models), strict=True):
-            with torch.no_grad():
-                one.copy_(other)
-        optimizer.load_state_dict(copy.deepcopy(pair.optimizers[1].state_dict()))
+        pair.align()
         pair.step(rank, 2)
         pair.step(rank, 3)
         pair.check(name)
@@ -257,7 +244,7 @@ def test_what_cannot_step_in_backward_is_refused(rank: int, world_size: int) -> 
 @on_ranks(2)
 def test_two_optimizers_that_share_parameters(rank: int, world_size: int) -> None:
     """They step one after the other; in backward only one of them can."""
-    models = [_sharded_layers(world_size) for _ in range(2)]
+    models = [shard_layers(world_size) for _ in range(2)]
     both = [
         (torch.optim.AdamW(model.parameters(), lr=0.05), torch.optim.SGD(model.layers[1].parameters(), lr=0.1))
         for model in models
@@ -273,7 +260,7 @@ def test_two_optimizers_that_share_parameters(rank: int, world_size: int) -> Non
                 for optimizer in optimizers:
                     optimizer.step()
                 model.zero_grad()
-    assert_same(*(dict(model.state_dict()) for model in models), "weights")
+    assert_equal(*(dict(model.state_dict()) for model in models), "weights")
     optimizers[0].itself = optimizers[0]  # which only the garbage collector frees
     del both, optimizers
     kept = [overlap_step(torch.optim.SGD(models[0].parameters(), lr=0.1), when="backward") for _ in range(2)]
@@ -304,8 +291,8 @@ def test_quantised_state(rank: int, world_size: int, kind: str, when: Any) -> No
                     optimizer.zero_grad()
                     if number == 2:
                         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        assert_same(*(dict(model.state_dict()) for model in models), "weights")  # after the last step
-        assert_same(*(optimizer.state_dict() for optimizer in optimizers), "state")
+        assert_equal(*(dict(model.state_dict()) for model in models), "weights")  # after the last step
+        assert_equal(*(optimizer.state_dict() for optimizer in optimizers), "state")
 
 
 FEATURES = [
@@ -370,7 +357,7 @@ class Pair:
     def __init__(
         self, world_size: int, name: str = "AdamW", when: Any = "auto", states: FileTier | None = None, **options: Any
     ) -> None:
-        self.models = [_sharded_layers(world_size) for _ in range(2)]
+        self.models = [shard_layers(world_size) for _ in range(2)]
         kind = getattr(torch.optim, name)
         self.optimizers = [kind(model.parameters(), **({"lr": 0.05} | options)) for model in self.models]
         self.both = list(zip(self.models, self.optimizers, strict=True))
@@ -383,16 +370,16 @@ class Pair:
             loss_of(model, rank, number).backward()
             optimizer.step()
 
+    @torch.no_grad()
+    def align(self) -> None:
+        """Give the first the parameters and the state of the second."""
+        for one, other in zip(*(model.parameters() for model in self.models), strict=True):
+            one.copy_(other)
+        self.optimizers[0].load_state_dict(copy.deepcopy(self.optimizers[1].state_dict()))
+
     def check(self, where: str) -> None:
-        assert_same(*(dict(model.state_dict()) for model in self.models), where)
-        assert_same(*(optimizer.state_dict() for optimizer in self.optimizers), where)
-
-
-def _sharded_layers(world_size: int) -> Layers:
-    model, mesh = Layers(), rank_mesh((world_size,))
-    for module in (*model.layers, model):
-        fully_shard(module, mesh=mesh)
-    return model
+        assert_equal(*(dict(model.state_dict()) for model in self.models), where)
+        assert_equal(*(optimizer.state_dict() for optimizer in self.optimizers), where)
 
 
 def _reloaded(saved: Any) -> Any:
@@ -513,7 +500,7 @@ def test_whoever_reads_waits(rank: int, world_size: int, tmp_path: Path, place: 
             for number in range(2):
                 pair.step(rank, number)
                 seen = [read(model, optimizer) for model, optimizer in pair.both]
-                assert_same(*seen, f"{name}, step {number}")
+                assert_equal(*seen, f"{name}, step {number}")
                 for model in pair.models:
                     model.reshard()
                     model.layers[3].reshard()
@@ -601,10 +588,7 @@ def test_an_error_reaches_whoever_waits_once(rank: int, world_size: int, touch: 
     with pytest.raises(RuntimeError, match=r"step of 'layers\.2\.weight' failed: .*; restore the last checkpoint"):
         touches[touch]()
     model.reset_iter_state()
-    for one, other in zip(*(model.parameters() for model in pair.models), strict=True):
-        with torch.no_grad():
-            one.copy_(other)
-    optimizer.load_state_dict(copy.deepcopy(pair.optimizers[1].state_dict()))
+    pair.align()
     pair.step(rank, 3)
     pair.check(touch)
 
@@ -612,7 +596,7 @@ def test_an_error_reaches_whoever_waits_once(rank: int, world_size: int, touch: 
 @on_ranks(1)
 def test_the_last_step_holds_no_model(rank: int, world_size: int) -> None:
     with late():
-        model = _sharded_layers(world_size)
+        model = shard_layers(world_size)
         optimizer = torch.optim.AdamW(model.parameters())
         overlap_step(optimizer)
         loss_of(model, rank, 0).backward()
@@ -629,13 +613,14 @@ def test_other_optimizers_are_refused(rank: int, world_size: int) -> None:
     class Mine(torch.optim.AdamW):
         pass
 
-    model = _sharded_layers(world_size)
+    model = shard_layers(world_size)
     for optimizer in (torch.optim.Adafactor(model.parameters()), Mine(model.parameters())):
         with pytest.raises(TypeError, match=f"{type(optimizer).__name__} is not known to update each element"):
             overlap_step(optimizer)
 
 
-def _forked(rank: int, world_size: int) -> None:
+@on_ranks(1, isolated=True)
+def test_a_fork_waits_and_leaves_errors_to_readers(rank: int, world_size: int) -> None:
     pair = Pair(world_size)
     with late():
         for number in range(2):
@@ -652,10 +637,6 @@ def _forked(rank: int, world_size: int) -> None:
             os._exit(0)
         with pytest.raises(RuntimeError, match=r"step of 'layers\.2\.weight' failed"):
             pair.models[0].state_dict()
-
-
-def test_a_fork_waits_and_leaves_errors_to_readers() -> None:
-    run_ranks(1, _forked, isolated=True)
 
 
 PROGRAM = """

@@ -18,12 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardkit.core import fully_shard
 from shardkit.core.beyond import FileTier, overlap_step, steps
 from shardkit.core.checkpoint import CheckpointError, CheckpointManager, TrainingState, saving
 from tests.core.checkpoint.trainee import ElasticLoader, Trainee, differences
-from tests.core.optimizer_steps.placed_training import assert_same
 from tests.support import RankFailure, on_ranks, rank_mesh, run_ranks
+from tests.support.sharding import shard_children
+from tests.support.twins import assert_equal
 
 WIDTH, LAYERS = 256, 8
 
@@ -47,8 +47,7 @@ class Runs:
         for _ in range(2):
             torch.manual_seed(0)
             model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
-            for module in (*model, model):
-                fully_shard(module, mesh=rank_mesh((world_size,)))
+            shard_children(model, mesh=rank_mesh((world_size,)))
             self.models.append(model)
             self.optimizers.append(getattr(torch.optim, name)(model.parameters(), **({"lr": 0.01} | options)))
         overlap_step(self.optimizers[0], states=tier)
@@ -60,8 +59,8 @@ class Runs:
             optimizer.zero_grad()
 
     def check(self, where: str) -> None:
-        assert_same(*(dict(model.state_dict()) for model in self.models), where)
-        assert_same(*(optimizer.state_dict() for optimizer in self.optimizers), where)
+        assert_equal(*(dict(model.state_dict()) for model in self.models), where)
+        assert_equal(*(optimizer.state_dict() for optimizer in self.optimizers), where)
 
 
 def _train(rank: int, world_size: int, path: Path, name: str, options: dict[str, Any], parameters: bool) -> None:
@@ -139,8 +138,7 @@ class Large:
     def __init__(self, tier: FileTier | None) -> None:
         torch.manual_seed(0)
         self.model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(16)))
-        for module in (*self.model, self.model):
-            fully_shard(module, mesh=rank_mesh((1,)))
+        shard_children(self.model, mesh=rank_mesh((1,)))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01, fused=True)
         if tier is not None:
             overlap_step(self.optimizer, states=tier)
@@ -155,13 +153,18 @@ class Large:
         self.optimizer.state_dict()
 
 
-def _bounded(rank: int, world_size: int, path: Path, parameters: bool) -> None:
+@pytest.mark.parametrize("parameters", [False, True], ids=["state", "state and shards"])
+@on_ranks(1, isolated=True)
+def test_training_and_checkpoints_take_no_more_memory(
+    rank: int, world_size: int, tmp_path: Path, parameters: bool
+) -> None:
+    """By the resident set of the process, and with a limit on its memory that leaves no room for the states."""
     shards, slack = Large.SHARDS, Large.SHARDS // 2
-    tier = FileTier(path / "tier", (2 + parameters) * shards // 4, parameters=parameters)
+    tier = FileTier(tmp_path / "tier", (2 + parameters) * shards // 4, parameters=parameters)
     in_memory = 0 if parameters else shards
     ctypes.CDLL(None).mallopt(-3, 2**20)  # M_MMAP_THRESHOLD: what is freed is not kept
     ctypes.CDLL(None).mallopt(-6, 0)  # M_PERTURB: what is allocated is not filled
-    Large(FileTier(path / "warm", 2 * shards)).train([0])  # code, threads and buffers
+    Large(FileTier(tmp_path / "warm", 2 * shards)).train([0])  # code, threads and buffers
     gc.collect()
     _, most = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (_status("VmData") + 3 * shards, most))  # no room for the states
@@ -175,7 +178,7 @@ def _bounded(rank: int, world_size: int, path: Path, parameters: bool) -> None:
 
     large = grows(shards + tier.resident, lambda: Large(tier))
     grows(shards + tier.resident, lambda: large.train(range(3)))
-    with CheckpointManager(path / "filed") as manager:
+    with CheckpointManager(tmp_path / "filed") as manager:
         grows(in_memory, lambda: manager.save(3, large.state))
         grows(0, lambda: manager.restore(large.state))
         resource.setrlimit(resource.RLIMIT_DATA, (most, most))  # it counts memory that is not touched, too
@@ -184,19 +187,13 @@ def _bounded(rank: int, world_size: int, path: Path, parameters: bool) -> None:
     grows(shards + tier.resident, lambda: large.train([3]))
     plain = Large(None)
     plain.train(range(3))
-    with CheckpointManager(path / "plain") as manager:
+    with CheckpointManager(tmp_path / "plain") as manager:
         manager.save(3, plain.state)
     plain.train([3])
-    assert_same(dict(large.model.state_dict()), dict(plain.model.state_dict()), "model")
-    assert_same(large.optimizer.state_dict(), plain.optimizer.state_dict(), "optimizer")
-    filed, kept = ((path / name / "step-000003" / "__0_0.distcp").read_bytes() for name in ("filed", "plain"))
+    assert_equal(dict(large.model.state_dict()), dict(plain.model.state_dict()), "model")
+    assert_equal(large.optimizer.state_dict(), plain.optimizer.state_dict(), "optimizer")
+    filed, kept = ((tmp_path / name / "step-000003" / "__0_0.distcp").read_bytes() for name in ("filed", "plain"))
     assert filed == kept
-
-
-@pytest.mark.parametrize("parameters", [False, True], ids=["state", "state and shards"])
-def test_training_and_checkpoints_take_no_more_memory(tmp_path: Path, parameters: bool) -> None:
-    """By the resident set of the process, and with a limit on its memory that leaves no room for the states."""
-    run_ranks(1, _bounded, tmp_path, parameters, isolated=True)
 
 
 def _save_and_die(rank: int, world_size: int, path: Path, parameters: bool) -> None:
@@ -316,19 +313,21 @@ def test_an_interrupted_save_is_whole_or_fails(
                 manager.wait()
     assert [one.step for one in manager.checkpoints()] == [1, 2][: 1 + published]
     manager.restore(state)
-    assert_same(runs.optimizers[0].state_dict(), expected, "restored")
+    assert_equal(runs.optimizers[0].state_dict(), expected, "restored")
 
 
-def _cut_short(rank: int, world_size: int, path: Path, parameters: bool) -> None:
-    runs = Runs(world_size, FileTier(path, "1GiB", parameters=parameters))
+@pytest.mark.parametrize("parameters", [False, True], ids=["state", "shards"])
+@on_ranks(1, isolated=True)
+def test_a_file_that_is_cut_short_is_an_error(rank: int, world_size: int, tmp_path: Path, parameters: bool) -> None:
+    runs = Runs(world_size, FileTier(tmp_path, "1GiB", parameters=parameters))
     runs.step(0)
     runs.check("a step")
     model, before = runs.models[0], [one.to_local().clone() for one in runs.models[0].parameters()]
     opened = [file for file in Path("/proc/self/fd").iterdir() if file.exists()]
-    files = [file for file in opened if str(file.readlink()).startswith(str(path))]
+    files = [file for file in opened if str(file.readlink()).startswith(str(tmp_path))]
     files.sort(key=lambda file: file.stat().st_size)  # shards take half of their state
     os.truncate(files[0 if parameters else -1], 0)
-    told = rf"the file in {path} with {'shards' if parameters else 'optimizer state'} of the parameter group of "
+    told = rf"the file in {tmp_path} with {'shards' if parameters else 'optimizer state'} of the parameter group of "
     if parameters:
         with pytest.raises(OSError, match=rf"{told}'\d' cannot be read .*; restore the last checkpoint"):
             runs.step(1)
@@ -345,25 +344,18 @@ def _cut_short(rank: int, world_size: int, path: Path, parameters: bool) -> None
     runs.check("a load and a step")
 
 
-@pytest.mark.parametrize("parameters", [False, True], ids=["state", "shards"])
-def test_a_file_that_is_cut_short_is_an_error(tmp_path: Path, parameters: bool) -> None:
-    run_ranks(1, _cut_short, tmp_path, parameters, isolated=True)
-
-
-def _full_disk(rank: int, world_size: int, path: Path) -> None:
+@on_ranks(1, isolated=True)
+def test_a_full_disk_is_an_error(rank: int, world_size: int, tmp_path: Path) -> None:
     _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
-    runs = Runs(world_size, FileTier(path, "1GiB"))
+    runs = Runs(world_size, FileTier(tmp_path, "1GiB"))
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, most))
     runs.step(0)
-    with pytest.raises(RuntimeError, match=rf"step of '0\.weight' failed: .*{path} cannot take \d+ bytes .*'0\."):
+    full = rf"step of '0\.weight' failed: .*{tmp_path} cannot take \d+ bytes .*'0\."
+    with pytest.raises(RuntimeError, match=full):
         runs.models[0].state_dict()
     resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
     runs.check("a full disk")  # nothing is lost: the state is in memory
-    assert list(path.iterdir()) == []
-
-
-def test_a_full_disk_is_an_error(tmp_path: Path) -> None:
-    run_ranks(1, _full_disk, tmp_path, isolated=True)
+    assert list(tmp_path.iterdir()) == []
 
 
 @on_ranks(2)

@@ -48,7 +48,7 @@ class Layers(nn.Module):
         return x
 
 
-def shard_layers(world_size: int, choose: Callable[[nn.Parameter], object] | None) -> Layers:
+def shard_layers(world_size: int, choose: Callable[[nn.Parameter], object] | None = None) -> Layers:
     model = Layers()
     return shard_each(*model.layers, model, mesh=rank_mesh((world_size,)), shard_placement_fn=choose)
 
@@ -111,27 +111,6 @@ def check(model: nn.Module, expected: Iterable[torch.Tensor], where: object) -> 
     for parameter, value in zip(model.parameters(), expected, strict=True):
         full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
         assert torch.equal(full, value), where
-
-
-def assert_same(seen: Any, expected: Any, where: str) -> None:
-    """Whether two nested states are the same to the last bit, with the same placements."""
-    assert type(seen) is type(expected), where
-    if isinstance(expected, DTensor):
-        assert seen.placements == expected.placements, where
-        assert seen.shape == expected.shape, where
-        assert torch.equal(seen.to_local(), expected.to_local()), where
-    elif isinstance(expected, torch.Tensor):
-        assert torch.equal(seen, expected), where
-    elif isinstance(expected, dict):
-        assert seen.keys() == expected.keys(), where
-        for key, value in expected.items():
-            assert_same(seen[key], value, f"{where}.{key}")
-    elif isinstance(expected, list | tuple):
-        assert len(seen) == len(expected), where
-        for index, value in enumerate(expected):
-            assert_same(seen[index], value, f"{where}.{index}")
-    else:
-        assert seen == expected, where
 
 
 PLACES: dict[str, Placement] = {

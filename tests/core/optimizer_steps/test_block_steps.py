@@ -12,9 +12,10 @@ from torch.distributed.tensor import DTensor
 
 from shardkit.core import fully_shard, optimizer_step_on_shards, overlap_step
 from shardkit.core.checkpoint import CheckpointManager, TrainingState
-from tests.core.optimizer_steps.placed_training import assert_same, optimizer_for
+from tests.core.optimizer_steps.placed_training import optimizer_for
 from tests.support import on_ranks, rank_mesh, run_ranks
 from tests.support.sharding import shard_each
+from tests.support.twins import assert_equal
 
 NAMES = ["AdamW8bit", "Lion8bit", "Adam", "SGD8bit"]
 
@@ -74,7 +75,7 @@ def test_steps_as_on_plain_shards(rank: int, world_size: int, name: str) -> None
         reference.step()
         for mine, theirs in zip(model.parameters(), plain, strict=True):
             assert torch.equal(mine.to_local(), theirs), number
-            assert_same(local(dict(optimizer.state[mine])), dict(reference.state[theirs]), f"step {number}")
+            assert_equal(local(dict(optimizer.state[mine])), dict(reference.state[theirs]), f"step {number}")
     weight = optimizer.state[model.layers[0].weight]
     if name != "Adam":
         assert weight["state1"].to_local().dtype == torch.uint8
@@ -120,7 +121,7 @@ def test_a_checkpoint_of_two_ranks_loads_on_four(tmp_path: Path) -> None:
     expected = run_ranks(2, _saved, tmp_path / "two")[0]
     seen = run_ranks(4, _loaded, tmp_path / "two")[0]
     assert "absmax1" in seen[0]
-    assert_same(dict(enumerate(seen)), dict(enumerate(expected)), "loaded")
+    assert_equal(dict(enumerate(seen)), dict(enumerate(expected)), "loaded")
 
 
 @pytest.mark.parametrize("overlaps", [False, True])

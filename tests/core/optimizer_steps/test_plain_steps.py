@@ -16,7 +16,6 @@ from shardkit.core.torch_compat import local_of
 from tests.core.optimizer_steps.placed_training import (
     ELEMENTWISE,
     Layers,
-    assert_same,
     backward_alike,
     check,
     loss_of,
@@ -25,7 +24,9 @@ from tests.core.optimizer_steps.placed_training import (
     shard_layers,
     step,
 )
-from tests.support import on_ranks, rank_mesh, run_ranks
+from tests.support import on_ranks, rank_mesh
+from tests.support.models import Composed
+from tests.support.twins import assert_equal
 
 # -- on any shard: the same as on DTensors ---------------------------------------------------------------------------
 
@@ -70,11 +71,15 @@ class Pair:
             optimizer.zero_grad()
 
     def check(self, where: object) -> None:
-        assert_same(*(dict(model.state_dict()) for model in self.models), f"{where}")
-        assert_same(*(optimizer.state_dict() for optimizer in self.optimizers), f"{where}")
+        assert_equal(*(dict(model.state_dict()) for model in self.models), f"{where}")
+        assert_equal(*(optimizer.state_dict() for optimizer in self.optimizers), f"{where}")
 
 
-def _steps_alike(rank: int, world_size: int, name: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "name", "options"), [(1, "AdamW", {"foreach": True}), *((3, *each) for each in ELEMENTWISE)], ids=str
+)
+@on_ranks()
+def test_the_same_bits_as_on_dtensors(rank: int, world_size: int, name: str, options: dict[str, Any]) -> None:
     pair = Pair(world_size, name, options)
     for number in range(4):
         pair.step(seed=10 * number + rank)
@@ -85,31 +90,9 @@ def _steps_alike(rank: int, world_size: int, name: str, options: dict[str, Any])
     assert all(ours is theirs for ours, theirs in zip(held, pair.models[0].parameters(), strict=True))
 
 
-@pytest.mark.parametrize(("name", "options"), ELEMENTWISE, ids=str)
-def test_the_same_bits_as_on_dtensors(name: str, options: dict[str, Any]) -> None:
-    run_ranks(3, _steps_alike, name, options)
-
-
-def test_the_same_bits_on_one_rank() -> None:
-    run_ranks(1, _steps_alike, "AdamW", {"foreach": True})
-
-
-def _replace_gradient(model: Odd, optimizer: Any) -> None:
-    model.second.weight.grad = model.second.weight.grad * 2
-
-
-def _remove_state(model: Odd, optimizer: Any) -> None:
-    del optimizer.state[model.second.weight]
-
-
 def _exchange_parameters(model: Odd, optimizer: Any) -> None:
     few, many = (group["params"] for group in optimizer.param_groups)
     few[0], many[1] = many[1], few[0]
-
-
-def _move_memory(model: Odd, optimizer: Any) -> None:
-    model.double()
-    model.float()
 
 
 def _fail(model: Odd, optimizer: Any) -> None:
@@ -132,29 +115,25 @@ def _replicate_gradient(model: Odd, optimizer: Any) -> None:
     _be_refused(weight, weight.grad.redistribute(placements=[Replicate()]), optimizer)
 
 
-def _assign_plain_gradient(model: Odd, optimizer: Any) -> None:
-    _be_refused(model.unused, torch.ones(3), optimizer)
-
-
-CHANGES = [
-    _replace_gradient,
-    _remove_state,
-    _exchange_parameters,
-    _move_memory,
-    _fail,
-    _replicate_gradient,
-    _assign_plain_gradient,
-]
+CHANGES: dict[str, Callable[[Any, Any], object]] = {
+    "another gradient": lambda model, optimizer: model.second.weight.grad.mul_(2),
+    "no state": lambda model, optimizer: optimizer.state.pop(model.second.weight),
+    "exchanged parameters": _exchange_parameters,
+    "other memory": lambda model, optimizer: model.double().float(),
+    "an error": _fail,
+    "a replicated gradient": _replicate_gradient,
+    "a plain gradient": lambda model, optimizer: _be_refused(model.unused, torch.ones(3), optimizer),
+}
 
 
 @on_ranks(2, timeout=120)
 def test_the_same_bits_after_changes_between_steps(rank: int, world_size: int) -> None:
     pair = Pair(world_size, "AdamW", {"foreach": True})
     pair.optimizers[0].defaults["on_shards"] = True
-    for number, change in enumerate(CHANGES):
+    for number, (name, change) in enumerate(CHANGES.items()):
         pair.step(20 * number + rank)
         pair.step(20 * number + 10 + rank, change)
-        pair.check(change.__name__)
+        pair.check(name)
 
 
 @pytest.mark.parametrize(("name", "options"), [("SGD", {"momentum": 0.9, "fused": True}), ("Rprop", {})])
@@ -217,6 +196,12 @@ OWNED: dict[str, dict[str, Any]] = {
 }
 
 
+def assert_alike(model: nn.Module, reference: nn.Module) -> None:
+    """The matrices are those of one process, to the last bit."""
+    for sharded, whole in zip(matrices(model), matrices(reference), strict=True):
+        assert torch.equal(sharded.full_tensor(), whole)
+
+
 @pytest.mark.daily(world_size=[3])
 @pytest.mark.parametrize("kind", OWNED)
 @on_ranks(1, 2, 3, 4, timeout=120)
@@ -233,8 +218,7 @@ def test_steps_on_whole_matrices_as_one_process_does(rank: int, world_size: int,
                 with CommDebugMode() as counted:
                     optimizer.step()
                 assert counted.get_total_counts() == 0
-        for sharded, whole in zip(matrices(model), matrices(reference), strict=True):
-            assert torch.equal(sharded.full_tensor(), whole), number
+        assert_alike(model, reference)
         ours.zero_grad()
         theirs.zero_grad()
     assert not any(torch.equal(one, p) for one, p in zip(start, matrices(reference), strict=True))
@@ -276,8 +260,7 @@ def test_a_step_that_raises_leaves_the_next_ones_right(rank: int, world_size: in
                 optimizer.state_dict()
                 assert all(isinstance(p, DTensor) or optimizer is theirs for p in optimizer.param_groups[0]["params"])
             optimizer.zero_grad()
-    for sharded, whole in zip(matrices(model), matrices(reference), strict=True):
-        assert torch.equal(sharded.full_tensor(), whole)
+    assert_alike(model, reference)
 
 
 @pytest.mark.parametrize("kind", ["Muon", "on shards", "nested"])
@@ -300,16 +283,11 @@ def test_a_closure_sees_the_parameters_themselves(rank: int, world_size: int, ki
 
         assert ours.step(closure) == 1.5
         theirs.step()
-        for sharded, whole in zip(matrices(model), matrices(reference), strict=True):
-            assert torch.equal(sharded.full_tensor(), whole)
+        assert_alike(model, reference)
 
 
 def _clip(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    torch.nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 1e-2)
-
-
-def matrices_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 1e-2)
 
 
 @pytest.mark.parametrize("on_shards", [False, True])
@@ -323,7 +301,9 @@ def test_step_hooks_see_whole_norms(rank: int, world_size: int, on_shards: bool)
     for optimizer in (ours, theirs):
         optimizer.register_step_pre_hook(_clip)
     for number in range(3):
-        ours.register_step_post_hook(lambda one, *_: seen.extend(isinstance(p, DTensor) for p in matrices_of(one)))
+        ours.register_step_post_hook(
+            lambda one, *_: seen.extend(isinstance(p, DTensor) for p in one.param_groups[0]["params"])
+        )
         backward_alike(model, reference, rank, number)
         ours.step()
         theirs.step()
@@ -380,14 +360,10 @@ def test_an_optimizer_that_needs_matrices_refuses_blocks(rank: int, world_size: 
 # -- lists of parameters that torch's foreach and fused operators do not take together -------------------------------
 
 
-class Mixed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.first = nn.Linear(10, 12)
-        self.second = nn.Linear(12, 10)
-        self.third = nn.Linear(10, 10, bias=False)
-        self.gain = nn.Parameter(torch.tensor(0.3))
+def unmixed() -> Any:
+    torch.manual_seed(1)
+    first, second, third = nn.Linear(10, 12), nn.Linear(12, 10), nn.Linear(10, 10, bias=False)
+    return Composed(None, first=first, second=second, third=third, gain=nn.Parameter(torch.tensor(0.3)))
 
 
 MIXES: dict[str, Callable[[nn.Parameter], object]] = {
@@ -406,16 +382,19 @@ class OwnAdamW(torch.optim.AdamW):
 
 
 def mixed(mix: str, world_size: int) -> nn.Module:
-    model, mesh = Mixed(), rank_mesh((world_size,))
+    model, mesh = unmixed(), rank_mesh((world_size,))
     if mix == "two meshes":
         fully_shard(model.first, mesh=rank_mesh((1, world_size), ("replicate", "shard")))
     ignored = {model.third.weight} if mix == "plain and shard" else None
     return fully_shard(model, mesh=mesh, shard_placement_fn=MIXES[mix], ignored_params=ignored)
 
 
-def _mixed_as_one_process(rank: int, world_size: int, kind: Any, option: str, mixes: list[str]) -> None:
-    for mix in mixes:
-        model, reference = mixed(mix, world_size), Mixed()
+@pytest.mark.parametrize("option", ["foreach", "fused"])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, OwnAdamW])
+@on_ranks(2)
+def test_mixed_lists_as_one_process(rank: int, world_size: int, kind: Any, option: str) -> None:
+    for mix in ["rows and shard"] if kind is OwnAdamW else MIXES:
+        model, reference = mixed(mix, world_size), unmixed()
         ours, theirs = (kind(one.parameters(), lr=0.01, **{option: True}) for one in (model, reference))
         for number in range(3):
             step(model, ours, number)
@@ -424,12 +403,6 @@ def _mixed_as_one_process(rank: int, world_size: int, kind: Any, option: str, mi
         for parameter, state in ours.state.items():
             name = type(parameter).__name__.replace("Parameter", "Tensor")
             assert all(not value.ndim or type(value).__name__ == name for value in state.values())
-
-
-@pytest.mark.parametrize("option", ["foreach", "fused"])
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, OwnAdamW])
-def test_mixed_lists_as_one_process(kind: Any, option: str) -> None:
-    run_ranks(2, _mixed_as_one_process, kind, option, ["rows and shard"] if kind is OwnAdamW else list(MIXES))
 
 
 @on_ranks(2)
