@@ -93,7 +93,6 @@ CASES: dict[str, Case] = {
 def transport(kind: str) -> Transport:
     """The transport under test over the default group."""
     group = dist.group.WORLD
-    assert group is not None
     if kind in ("shared", "lent"):
         shared = transport_for(group, CPU)
         assert isinstance(shared, SharedTransport) or group.size() == 1

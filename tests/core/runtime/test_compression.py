@@ -28,7 +28,10 @@ from tests.core.runtime.cases import (
 )
 from tests.support import networked_mesh, on_ranks, rank_mesh, run_ranks
 from tests.support.comms import CountingAllGather, RankOrderReduceScatter
-from tests.support.models import Block
+from tests.support.heard import heard
+from tests.support.models import Block, Composed
+from tests.support.sharding import shard_each
+from tests.support.twins import assert_equal, local_gradients
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 POLICIES = {
@@ -40,9 +43,7 @@ KINDS = ("c10d_packed", "c10d_direct")
 
 
 def _over(kind: str, policy: CompressionPolicy) -> Any:
-    group = dist.group.WORLD
-    assert group is not None
-    return C10dTransport(group, CPU, direct=kind == "c10d_direct").compressing(policy)
+    return C10dTransport(dist.group.WORLD, CPU, direct=kind == "c10d_direct").compressing(policy)
 
 
 def rounded(values: Tensor, kind: str | None, policy: CompressionPolicy, dtype: torch.dtype, ndim: int) -> Tensor:
@@ -88,22 +89,21 @@ def test_wire_bytes(rank: int, world_size: int, kind: str) -> None:
     policy = CompressionPolicy(gather="int8", reduce="int8", block=100)
     over = _over(kind, policy)
     case = Case(((10, 100), (7,)), (0, 0), (F32, F32))
-    heard: list[events.Event] = []
-    with events.subscribe(heard.append):
+    with heard() as told:
         gathers = gather_plan(case, over)
         run_gather(gathers, [torch.ones(i.layout.local_shape(rank)) for i in gathers.items])
         reduction = reduce_plan(case, over, F32, F32)
         run_reduce(reduction, _terms(case, F32, rank))
     # Four ranks hold 3, 3, 3, 1 rows of 100: a byte an element and 4 a row; and 2, 2, 2, 1 elements of 4 bytes.
     row = [-(-104 * held // 16) * 16 + 16 for held in (3, 3, 3, 1)]
-    (gather,) = [e for e in heard if isinstance(e, events.GatherFinished)]
-    (reduce,) = [e for e in heard if isinstance(e, events.ReduceFinished)]
+    (gather,) = [e for e in told if isinstance(e, events.GatherFinished)]
+    (reduce,) = [e for e in told if isinstance(e, events.ReduceFinished)]
     assert (gather.bytes, reduce.bytes) == (4028, 4028)
     assert gather.dtype == reduce.dtype == torch.uint8
     assert gather.wire_bytes == 3 * max(row)
     assert reduce.wire_bytes == sum(row) - row[rank]
     left: dict[str, int] = {}
-    for event in heard:
+    for event in told:
         if isinstance(event, events.StorageAllocated | events.StorageFreed):
             sign = 1 if isinstance(event, events.StorageAllocated) else -1
             left[event.kind] = left.get(event.kind, 0) + sign * event.bytes
@@ -130,20 +130,22 @@ def test_overflow_is_seen_once(rank: int, world_size: int) -> None:
 # -- fully_shard -------------------------------------------------------------------------------------------------------
 
 
-class Net(nn.Module):
-    """Uneven blocks, vectors and a 0-dim parameter."""
+def _whole() -> Any:
+    """Uneven blocks, vectors and a 0-dim parameter; the same each time."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Block(7, 13), Block(7, 5)])
-        self.norm = nn.LayerNorm(7)
-        self.gain = nn.Parameter(torch.tensor(1.5))
-        self.out = nn.Linear(7, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
+    def run(net: Any, x: Tensor) -> Tensor:
+        for block in net.blocks:
             x = block(x)
-        return self.out(self.norm(x) * self.gain)
+        return net.out(net.norm(x) * net.gain)
+
+    torch.manual_seed(0)
+    blocks, norm, gain = nn.ModuleList([Block(7, 13), Block(7, 5)]), nn.LayerNorm(7), nn.Parameter(torch.tensor(1.5))
+    return Composed(run, blocks=blocks, norm=norm, gain=gain, out=nn.Linear(7, 3))
+
+
+def _net(mesh: Any, **options: Any) -> Any:
+    model = _whole()
+    return shard_each(*model.blocks, model, mesh=mesh, **options)
 
 
 def _batch(rank: int, step: int) -> Tensor:
@@ -161,17 +163,16 @@ class Reference:
     """
 
     def __init__(self, policy: CompressionPolicy, shards: int, replicas: int, mixed: MixedPrecisionPolicy) -> None:
-        torch.manual_seed(0)
-        self.model = Net()
+        self.model = _whole()
         self.policy, self.shards, self.replicas, self.mixed = policy, shards, replicas, mixed
 
     def _layout(self, parameter: Tensor) -> ChunkLayout:
         dim = _dims(nn.Parameter(parameter.detach()))
         return ChunkLayout(tuple(parameter.shape), dim.dim if dim else 0, self.shards)
 
-    def gathered(self) -> Net:
+    def gathered(self) -> nn.Module:
         """The model that every rank computes with."""
-        model = Net()
+        model = _whole()
         dtype = self.mixed.param_dtype or F32
         with torch.no_grad():
             for mine, theirs in zip(model.parameters(), self.model.parameters(), strict=True):
@@ -182,9 +183,8 @@ class Reference:
                 for shard in range(self.shards):
                     chunk = chunk_of(theirs, layout, shard)
                     kept = chunk.to(dtype) if chunk.ndim < 2 else chunk
-                    chunk_of(mine, layout, shard).copy_(
-                        rounded(kept, self.policy.gather, self.policy, dtype, mine.ndim)
-                    )
+                    arrived = rounded(kept, self.policy.gather, self.policy, dtype, mine.ndim)
+                    chunk_of(mine, layout, shard).copy_(arrived)
         return model.to(dtype)
 
     def gradients(self, backward: Callable[[nn.Module, int], None]) -> dict[str, Tensor]:
@@ -225,12 +225,7 @@ def _trains_as_one_process(
     hsdp = replicas > 1
     mesh = networked_mesh((replicas, world_size // replicas), ("r", "s")) if hsdp else networked_mesh((world_size,))
     reference = Reference(policy, world_size // replicas, replicas, mixed)
-    torch.manual_seed(0)
-    model: Any = Net()
-    options = {"mesh": mesh, "mp_policy": mixed, "shard_placement_fn": _dims, "compression_policy": policy}
-    for block in model.blocks:
-        fully_shard(block, **options)
-    fully_shard(model, **options)
+    model = _net(mesh, mp_policy=mixed, shard_placement_fn=_dims, compression_policy=policy)
     for step in range(3):
         output = model(_batch(rank, step))
         assert torch.equal(output, reference.gathered()(_batch(rank, step).to(param_dtype or F32)))
@@ -278,33 +273,21 @@ def test_chunks_are_rounded_in_parts(rank: int, world_size: int) -> None:
     _trains_as_one_process(rank, world_size, 1, None, "int8")
 
 
-def _net(mesh: Any, **options: Any) -> Any:
-    torch.manual_seed(0)
-    model = Net()
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, **options)
-    return fully_shard(model, mesh=mesh, **options)
-
-
 def _gradients(model: Any, rank: int, micro_batches: int = 1) -> list[Tensor]:
     model.zero_grad()
     for micro in range(micro_batches):
         model.set_requires_gradient_sync(micro == micro_batches - 1)
         model(_batch(rank, micro)).square().mean().backward()
-    return [p.grad.to_local().clone() for p in model.parameters()]
+    return local_gradients(model)
 
 
 @on_ranks(2)
 def test_accumulation(rank: int, world_size: int) -> None:
     """Without sync nothing is rounded: the sum of micro-batches is, once."""
     mesh = networked_mesh((world_size,))
-    reductions: list[str] = []
-    with events.subscribe(
-        lambda event: reductions.append(event.fqn) if isinstance(event, events.ReduceStarted) else None
-    ):
+    with heard(events.ReduceStarted) as reductions:
         seen = _gradients(_net(mesh, compression_policy=CompressionPolicy(reduce="int8", block=32)), rank, 3)
-    assert reductions
-    assert len(set(reductions)) == len(reductions)
+    assert 0 < len(reductions) == len({one.fqn for one in reductions})
     exact = _gradients(_net(mesh), rank, 3)
     for one, other in zip(seen, exact, strict=True):
         largest = other.abs().max() if other.numel() else torch.tensor(1.0)
@@ -317,7 +300,7 @@ def test_shared_memory_compresses_nothing(rank: int, world_size: int) -> None:
     """Where ranks share memory nothing is on the wire, and nothing is rounded."""
     mesh = rank_mesh((world_size,))
     seen = _gradients(_net(mesh, compression_policy=POLICIES["small blocks"]), rank)
-    assert all(torch.equal(one, two) for one, two in zip(seen, _gradients(_net(mesh), rank), strict=True))
+    assert_equal(seen, _gradients(_net(mesh), rank))
 
 
 @on_ranks(4)
@@ -326,7 +309,7 @@ def test_reshard_to_neighbours(rank: int, world_size: int) -> None:
     mesh, policy = networked_mesh((world_size,)), POLICIES["int8"]
     whole_group = _gradients(_net(mesh, compression_policy=policy, reshard_after_forward=True), rank)
     neighbours = _gradients(_net(mesh, compression_policy=policy, reshard_after_forward=2), rank)
-    assert all(torch.equal(one, two) for one, two in zip(whole_group, neighbours, strict=True))
+    assert_equal(neighbours, whole_group)
 
 
 @on_ranks(2)
@@ -338,16 +321,14 @@ def test_what_is_compressed(rank: int, world_size: int) -> None:
         (CompressionPolicy(reduce="bf16"), {"gather": F32, "reduce": torch.uint8}),
     ):
         model = _net(mesh, compression_policy=policy)
-        heard: list[events.Event] = []
-        with events.subscribe(heard.append):
+        with heard(events.GatherStarted) as gathers, heard(events.ReduceStarted) as reductions:
             _gradients(model, rank)
-        assert {e.dtype for e in heard if isinstance(e, events.GatherStarted)} == {dtypes["gather"]}
-        assert {e.dtype for e in heard if isinstance(e, events.ReduceStarted)} == {dtypes["reduce"]}
+        assert {one.dtype for one in gathers} == {dtypes["gather"]}
+        assert {one.dtype for one in reductions} == {dtypes["reduce"]}
     norm = fully_shard(nn.LayerNorm(64), mesh=mesh, compression_policy=POLICIES["int8"])
-    heard.clear()
-    with events.subscribe(heard.append):
+    with heard(events.GatherStarted, events.ReduceStarted) as told:
         norm(torch.ones(2, 64)).sum().backward()
-    assert {e.dtype for e in heard if isinstance(e, events.GatherStarted | events.ReduceStarted)} == {F32}
+    assert {one.dtype for one in told} == {F32}
 
 
 @on_ranks(2)

@@ -10,6 +10,7 @@ import torch
 
 from shardkit.core import events
 from shardkit.core.runtime.lanes import CpuLane, Program, StreamLane, hold, make_lane
+from tests.support.heard import heard
 
 
 class _Work:
@@ -184,8 +185,7 @@ def test_a_stream_lane_times_what_it_runs_and_who_waits_for_somebody_who_listens
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     device, lane = _stream_lane(monkeypatch)
-    heard: list[events.Event] = []
-    with events.subscribe(heard.append):
+    with heard() as told:
         lane.start(_traced(device, torch.ones(1)), "blocks.0").wait()
     assert device.log == [
         "compute records",
@@ -199,7 +199,7 @@ def test_a_stream_lane_times_what_it_runs_and_who_waits_for_somebody_who_listens
         "compute waits for event of lane-1",
         "compute records time",
     ]
-    launched, waited = heard
+    launched, waited = told
     assert isinstance(launched, events.Launched)
     assert isinstance(waited, events.WaitFinished)
     assert launched.span == events.DeviceSpan("time of lane-1", "time of lane-1")

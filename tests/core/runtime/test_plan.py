@@ -34,7 +34,6 @@ def test_a_backend_that_launches_each_collective_by_itself_gets_packed_buffers(
 @on_ranks(2, isolated=True)  # no model of another test holds the transport
 def test_a_gloo_group_is_asked_once_and_not_kept(rank: int, world_size: int) -> None:
     group = dist.group.WORLD
-    assert group is not None
     first = transport_for(group, CPU)
     assert isinstance(first, SharedTransport)
     assert transport_for(group, CPU) is first
@@ -51,7 +50,6 @@ def test_an_unknown_backend_gets_plain_collectives(rank: int, world_size: int) -
     dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size * 8)
     group = dist.group.WORLD
-    assert group is not None
     over = transport_for(group, CPU)
     assert isinstance(over, C10dTransport)
     for case in CASES.values():

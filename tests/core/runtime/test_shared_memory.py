@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from io import FileIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import distribute_tensor
 
-from shardkit.core import UnshardHandle, events, fully_shard
+from shardkit.core import events, fully_shard
 from shardkit.core.runtime.choice import Communication, transport_for
 from shardkit.core.runtime.collective import C10dTransport
 from shardkit.core.runtime.lanes import make_lane
@@ -30,6 +31,7 @@ from shardkit.core.runtime.shared.tables import Table
 from shardkit.core.runtime.shared.transport import SharedTransport
 from tests.core.runtime.cases import CASES, CPU, flats_for, gather_plan, transport
 from tests.support import RankFailure, on_ranks, rank_mesh, run_ranks
+from tests.support.models import Composed
 from tests.support.sharding import shard_children, shard_each
 from tests.support.waiting import await_file
 
@@ -158,20 +160,16 @@ def _come_late(rank: int, waits: Path) -> None:
         await_file(waits, "rank 0 waits for rank 1, or writes")
 
 
-class _Late(nn.Module):
-    """Delays rank 1 before the next layer, once it has a file to wait for."""
+def _late_model(world_size: int) -> nn.Sequential:
+    """Rank 1 is delayed before the last layer, once there is a file to wait for."""
 
-    waits: Path | None = None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.waits is not None:
-            _come_late(dist.get_rank(), self.waits)
+    def run(module: Any, x: torch.Tensor) -> torch.Tensor:
+        if module.waits is not None:
+            _come_late(dist.get_rank(), module.waits)
         return x
 
-
-def _late_model(world_size: int) -> nn.Sequential:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 64), _Late(), nn.Linear(64, 64, bias=False))
+    model = nn.Sequential(nn.Linear(64, 64), Composed(run, waits=None), nn.Linear(64, 64, bias=False))
     return shard_each(model[0], model[2], model, mesh=rank_mesh((world_size,)))
 
 
@@ -189,14 +187,10 @@ def _writes_after_forward(rank: int, world_size: int, waits: Path) -> tuple[torc
 
 @torch.no_grad()
 def _writes_after_unshard(rank: int, world_size: int, waits: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """The unsharded weight on this rank. Rank 0 writes to its shard as soon as the layer is sharded again."""
     layer = _late_model(world_size)[2]
     expected = layer.weight.full_tensor()
     handle = layer.unshard(async_op=True)
-    return expected, _weight_before_it_is_written(layer, handle, rank, waits)
-
-
-def _weight_before_it_is_written(layer: nn.Module, handle: UnshardHandle, rank: int, waits: Path) -> torch.Tensor:
-    """The unsharded weight on this rank. Rank 0 writes to its shard as soon as the layer is sharded again."""
     with _tells_that_it_waits(rank, waits):
         _come_late(rank, waits)
         handle.wait()
@@ -204,15 +198,15 @@ def _weight_before_it_is_written(layer: nn.Module, handle: UnshardHandle, rank: 
         layer.reshard()
         layer.weight.to_local().zero_()
     dist.barrier()
-    return seen
+    return expected, seen
 
 
 @pytest.mark.parametrize("body", [_writes_after_forward, _writes_after_unshard])
+@on_ranks(2)
 def test_a_shard_may_be_written_to_as_soon_as_control_returns(
-    body: Callable[[int, int, Path], tuple[torch.Tensor, torch.Tensor]], tmp_path: Path
+    rank: int, world_size: int, body: Callable[..., tuple[torch.Tensor, torch.Tensor]], tmp_path: Path
 ) -> None:
-    for expected, seen in run_ranks(2, body, tmp_path / "waits"):
-        assert torch.equal(expected, seen)
+    assert torch.equal(*body(rank, world_size, tmp_path / "waits"))
 
 
 @on_ranks(2)
@@ -246,26 +240,24 @@ def test_a_first_gather_in_inference_mode_leaves_shards_that_can_be_trained(rank
 _FAR = 4500  # messages: many more than a pipe holds unread
 
 
-class _LateBackward(nn.Module):
+def _late_in_backward(module: Any, x: torch.Tensor) -> torch.Tensor:
     """In backward, once it has a file to wait for, it delays rank 1 before the next layer and raises on rank 0."""
 
-    waits: Path | None = None
+    def hook(gradient: torch.Tensor) -> None:
+        if module.waits is not None:
+            _come_late(dist.get_rank(), module.waits)
+            if dist.get_rank() == 0:
+                raise RuntimeError("backward is interrupted")
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x.register_hook(self._backward)
-        return x.clone()
-
-    def _backward(self, gradient: torch.Tensor) -> None:
-        if self.waits is None:
-            return
-        _come_late(dist.get_rank(), self.waits)
-        if dist.get_rank() == 0:
-            raise RuntimeError("backward is interrupted")
+    x.register_hook(hook)
+    return x.clone()
 
 
-def _resets_and_writes(rank: int, world_size: int, waits: Path) -> tuple[torch.Tensor, torch.Tensor]:
+@on_ranks(2)
+def test_a_shard_may_be_written_to_after_a_reset(rank: int, world_size: int, tmp_path: Path) -> None:
+    waits = tmp_path / "waits"
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 64), _LateBackward(), nn.Linear(64, 64))
+    model = nn.Sequential(nn.Linear(64, 64), Composed(_late_in_backward, waits=None), nn.Linear(64, 64))
     shard_each(model[0], model[2], model, mesh=rank_mesh((world_size,)))
     model.set_requires_gradient_sync(False)
     inputs = [torch.ones(2, 64, requires_grad=True) for _ in range(2)]
@@ -278,19 +270,15 @@ def _resets_and_writes(rank: int, world_size: int, waits: Path) -> tuple[torch.T
             model.reset_iter_state()
             for parameter in model.parameters():
                 parameter.to_local().zero_()
-        dist.barrier()
-        return inputs[0].grad, inputs[0].grad
-    model(inputs[1]).sum().backward()  # reads the shards of rank 0, which failed afterwards
+    else:
+        model(inputs[1]).sum().backward()  # reads the shards of rank 0, which failed afterwards
+        assert torch.equal(inputs[0].grad, inputs[1].grad)
     dist.barrier()
-    return inputs[0].grad, inputs[1].grad
 
 
-def test_a_shard_may_be_written_to_after_a_reset(tmp_path: Path) -> None:
-    for expected, seen in run_ranks(2, _resets_and_writes, tmp_path / "waits"):
-        assert torch.equal(expected, seen)
-
-
-def _launches_far_ahead(rank: int, world_size: int, order: str) -> list[float]:
+@pytest.mark.parametrize("order", ["as launched", "backwards"])
+@on_ranks(2, 3)
+def test_any_number_of_operations_may_be_launched_ahead(rank: int, world_size: int, order: str) -> None:
     neighbours = neighbours_of(dist.group.WORLD)
     assert neighbours is not None
     (values,) = segment.shared_copies([torch.full((4,), float(rank))])
@@ -312,15 +300,7 @@ def _launches_far_ahead(rank: int, world_size: int, order: str) -> list[float]:
     for operation in operations:
         neighbours.wait_released(operation)
     dist.barrier()
-    return seen
-
-
-@pytest.mark.parametrize("order", ["as launched", "backwards"])
-def test_any_number_of_operations_may_be_launched_ahead(order: str) -> None:
-    for world_size in (2, 3):
-        ranks = run_ranks(world_size, _launches_far_ahead, order)
-        total = 4.0 * sum(range(world_size))
-        assert ranks == [[total - 4.0 * rank] * _FAR for rank in range(world_size)]
+    assert seen == [4.0 * (sum(range(world_size)) - rank)] * _FAR
 
 
 def _pair(timeout: float) -> tuple[Neighbours, Neighbours]:
@@ -474,7 +454,8 @@ def test_ranks_at_different_groups_are_told_so(rank: int, world_size: int) -> No
         make_lane(CPU, "all-gather").start(plan.transport.gather(plan, sources, flats_for(plan)), plan.label).wait()
 
 
-def _another_size(rank: int, world_size: int) -> str:
+@on_ranks(2, isolated=True)
+def test_a_shard_of_another_size_is_refused(rank: int, world_size: int) -> None:
     over = transport("lent")
     assert isinstance(over, SharedTransport)
     case = CASES["large_even"] if rank == 0 else CASES["large_uneven"]
@@ -482,12 +463,8 @@ def _another_size(rank: int, world_size: int) -> str:
     sources = segment.shared_copies([torch.ones(item.layout.local_shape(rank)) for item in plan.items])
     with pytest.raises(RuntimeError) as error:
         make_lane(CPU, "all-gather").start(plan.transport.gather(plan, sources, flats_for(plan)), plan.label).wait()
-    return str(error.value)
-
-
-def test_a_shard_of_another_size_is_refused() -> None:
-    first, _ = run_ranks(2, _another_size, isolated=True)
-    assert "rank 1 of the group shares 30000 elements of 'blocks.0.w0', expected 24000" in first
+    if rank == 0:
+        assert "rank 1 of the group shares 30000 elements of 'blocks.0.w0', expected 24000" in str(error.value)
 
 
 @on_ranks(1)
