@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardkit.core import fully_shard
-from tests.support import run_ranks
+from tests.support import on_ranks
 
 pytest.importorskip("spmd_types")
 
@@ -28,7 +28,19 @@ def _annotated(mesh: DeviceMesh, kinds: dict[str, str]) -> nn.Module:
     return model
 
 
-def _taken(rank: int, world_size: int, shape: tuple[int, int, int], kinds: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "shape", "kinds"),
+    [
+        (2, (1, 2, 1), {"shard": "R"}),
+        (2, (1, 2, 1), {"shard": "R", "tp": "V"}),  # an axis of one rank
+        (4, (2, 2, 1), {"replicate": "R", "shard": "R"}),
+        (4, (1, 2, 2), {"shard": "R", "tp": "I"}),
+    ],
+)
+@on_ranks()
+def test_whole_parameters_are_taken(
+    rank: int, world_size: int, shape: tuple[int, int, int], kinds: dict[str, str]
+) -> None:
     mesh = _mesh(shape)
     model, plain = _annotated(mesh, kinds), _annotated(mesh, {})
     axes = mesh["replicate", "shard"] if shape[0] > 1 else mesh["shard"]
@@ -41,27 +53,6 @@ def _taken(rank: int, world_size: int, shape: tuple[int, int, int], kinds: dict[
 
 
 @pytest.mark.parametrize(
-    ("shape", "kinds"),
-    [
-        ((1, 2, 1), {"shard": "R"}),
-        ((1, 2, 1), {"shard": "R", "tp": "V"}),  # an axis of one rank
-        ((2, 2, 1), {"replicate": "R", "shard": "R"}),
-        ((1, 2, 2), {"shard": "R", "tp": "I"}),
-    ],
-)
-def test_whole_parameters_are_taken(shape: tuple[int, int, int], kinds: dict[str, str]) -> None:
-    run_ranks(shape[0] * shape[1] * shape[2], _taken, shape, kinds)
-
-
-def _refused(rank: int, world_size: int, shape: tuple[int, int, int], kinds: dict[str, str], message: str) -> None:
-    mesh = _mesh(shape)
-    model = _annotated(mesh, kinds)
-    with pytest.raises(NotImplementedError, match=rf"annotates parameter '0.weight' with {message}"):
-        fully_shard(model, mesh=mesh["shard"])
-    assert type(model) is nn.Sequential and type(model[0].weight) is nn.Parameter
-
-
-@pytest.mark.parametrize(
     ("shape", "kinds", "message"),
     [
         ((1, 1, 2), {"tp": "S"}, r".*V on the mesh axis .*; expected .*I"),
@@ -70,5 +61,12 @@ def _refused(rank: int, world_size: int, shape: tuple[int, int, int], kinds: dic
         ((2, 1, 1), {"replicate": "R"}, r".*R on the mesh axis .*; expected .*I"),  # not an axis of this call
     ],
 )
-def test_parts_are_refused(shape: tuple[int, int, int], kinds: dict[str, str], message: str) -> None:
-    run_ranks(shape[0] * shape[1] * shape[2], _refused, shape, kinds, message)
+@on_ranks(2)
+def test_parts_are_refused(
+    rank: int, world_size: int, shape: tuple[int, int, int], kinds: dict[str, str], message: str
+) -> None:
+    mesh = _mesh(shape)
+    model = _annotated(mesh, kinds)
+    with pytest.raises(NotImplementedError, match=rf"annotates parameter '0.weight' with {message}"):
+        fully_shard(model, mesh=mesh["shard"])
+    assert type(model) is nn.Sequential and type(model[0].weight) is nn.Parameter

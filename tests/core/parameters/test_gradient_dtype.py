@@ -1,5 +1,6 @@
 """In which dtypes parameters compute, and gradients accumulate, are summed and arrive."""
 
+import math
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import shardkit.core as shardkit
 from shardkit.core.torch_compat import GRAD_DTYPE_DECIDES
 from tests.support import on_ranks, rank_mesh, run_ranks
 from tests.support.models import Composed
+from tests.support.twins import assert_equal
 
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
 since_2_15 = pytest.mark.skipif(not GRAD_DTYPE_DECIDES, reason="stock follows grad_dtype from torch 2.15 on")
@@ -61,12 +63,7 @@ def _trained(api: Any, shape: tuple[int, ...], own: str, micro_batches: int, **p
 
 def like_stock(rank: int, world_size: int, shape: tuple[int, ...], own: str, policy: dict[str, Any]) -> None:
     for micro_batches in (1, 3):
-        expected = _trained(stock, shape, own, micro_batches, **policy)
-        seen = _trained(shardkit, shape, own, micro_batches, **policy)
-        assert expected.keys() == seen.keys()
-        for label in expected:
-            assert expected[label].dtype == seen[label].dtype, label
-            assert torch.equal(expected[label], seen[label]), (label, micro_batches)
+        assert_equal(*(_trained(api, shape, own, micro_batches, **policy) for api in (shardkit, stock)))
 
 
 POLICIES = {
@@ -78,29 +75,30 @@ POLICIES = {
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("shape", [(1,), (2,)])
-def test_default_is_that_of_the_torch_installed(shape: tuple[int, ...], policy: str) -> None:
-    run_ranks(shape[0], like_stock, shape, "unset", POLICIES[policy])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_default_is_that_of_the_torch_installed(ranks: int, policy: str) -> None:
+    run_ranks(ranks, like_stock, (ranks,), "unset", POLICIES[policy])
+
+
+OVERRIDDEN = {
+    f"{name}, biases kept": POLICIES[name] | {"param_dtype_override_fn": _keep_biases}
+    for name in ("bfloat16", "bfloat16-reduced-so")
+}
 
 
 @since_2_15
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("own", ["bfloat16", "float32", "None"])
-def test_grad_dtype_of_parameters(own: str, policy: str) -> None:
-    """A group whose parameters differ in it is summed in the wider dtype."""
-    run_ranks(2, like_stock, (2,), own, POLICIES[policy])
-
-
-@since_2_15
-@pytest.mark.parametrize("own", ["unset", "bfloat16", "None"])
-def test_hsdp(own: str) -> None:
-    run_ranks(4, like_stock, (2, 2), own, POLICIES["bfloat16"])
-
-
-@since_2_15
-@pytest.mark.parametrize("policy", ["bfloat16", "bfloat16-reduced-so"])
-def test_overridden_param_dtype(policy: str) -> None:
-    run_ranks(2, like_stock, (2,), "unset", POLICIES[policy] | {"param_dtype_override_fn": _keep_biases})
+@pytest.mark.parametrize(
+    ("shape", "own", "policy"),
+    [
+        *(((2,), own, policy) for own in ("bfloat16", "float32", "None") for policy in POLICIES),
+        *(((2, 2), own, "bfloat16") for own in ("unset", "bfloat16", "None")),
+        *(((2,), "unset", policy) for policy in OVERRIDDEN),
+    ],
+    ids=str,
+)
+def test_dtypes_of_parameters(shape: tuple[int, ...], own: str, policy: str) -> None:
+    """A group whose parameters differ in `grad_dtype` is summed in the wider dtype."""
+    run_ranks(math.prod(shape), like_stock, shape, own, (POLICIES | OVERRIDDEN)[policy])
 
 
 # -- on every torch ----------------------------------------------------------------------------------------------------

@@ -17,15 +17,7 @@ from shardkit.core.parameters.param import FSDPParam, Slot
 from shardkit.core.parameters.registration import changed, take_over
 from shardkit.core.torch_compat import like_dtensor, local_of, new_dtensor
 from tests.support import on_ranks, rank_mesh
-from tests.support.models import MLP
-
-
-class Anywhere(nn.Module):
-    """Parameters on the default device, with nothing in them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight, self.scale = nn.Parameter(torch.empty(5, 3)), nn.Parameter(torch.empty(()))
+from tests.support.models import MLP, Composed
 
 
 @on_ranks(2)
@@ -33,7 +25,8 @@ def test_parameters_on_another_device_are_moved_at_construction(rank: int, world
     mesh = rank_mesh((world_size,))
     with FakeTensorMode():
         with torch.device("cuda"):
-            model = nn.Sequential(Anywhere(), Anywhere())
+            parts = [{"weight": nn.Parameter(torch.empty(5, 3)), "scale": nn.Parameter(torch.empty(()))} for _ in "ab"]
+        model = nn.Sequential(*(Composed(None, **one) for one in parts))
         assert {parameter.device.type for parameter in model.parameters()} == {"cuda"}
         fully_shard(model[0], mesh=mesh)
         fully_shard(model, mesh=mesh)
@@ -71,14 +64,11 @@ def test_offloaded_shards_stay_on_the_cpu(rank: int, world_size: int) -> None:
 @on_ranks(2)
 def test_a_shard_on_another_device_than_it_should_be(rank: int, world_size: int) -> None:
     mesh = rank_mesh((world_size,))
+    on_cuda = r"expected a cuda device because the mesh is on cuda; .*model\.to\('cuda'\)"
+    on_host = r"because of CPUOffloadPolicy; .*model\.to\('cpu'\)"
     for policy, here, there, because in (
-        (
-            OffloadPolicy(),
-            "cuda:0",
-            "cpu",
-            r"expected a cuda device because the mesh is on cuda; .*model\.to\('cuda'\)",
-        ),
-        (CPUOffloadPolicy(pin_memory=False), "cpu", "cuda:0", r"because of CPUOffloadPolicy; .*model\.to\('cpu'\)"),
+        (OffloadPolicy(), "cuda:0", "cpu", on_cuda),
+        (CPUOffloadPolicy(pin_memory=False), "cpu", "cuda:0", on_host),
     ):
         with FakeTensorMode():
             module, param = _param("cuda:0", policy, torch.empty(5, 3), mesh)

@@ -15,7 +15,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 import shardkit.core as shardkit
-from tests.support import on_ranks, rank_mesh, run_ranks
+from tests.support import on_ranks, rank_mesh
+from tests.support.models import Composed
+from tests.support.twins import assert_equal
 
 # As timm, Megatron and transformers have them.
 TAGS = {"no_weight_decay": True, "sequence_parallel": False, "_is_hf_initialized": True}
@@ -67,13 +69,9 @@ class Scaled(nn.Parameter):
         return self * self.scale
 
 
-class ScaledLinear(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = Scaled(torch.randn(6, 4), torch.arange(1.0, 7.0)[:, None])
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight.effective())
+def _scaled() -> nn.Module:
+    weight = Scaled(torch.randn(6, 4), torch.arange(1.0, 7.0)[:, None])
+    return Composed(lambda module, x: F.linear(x, module.weight.effective()), weight=weight)
 
 
 class Positive(Tensor):
@@ -93,7 +91,7 @@ def _positive() -> nn.Linear:
     return linear
 
 
-MODULES = {"subclass of nn.Parameter": ScaledLinear, "__torch_function__": _positive}
+MODULES = {"subclass of nn.Parameter": _scaled, "__torch_function__": _positive}
 
 
 @pytest.mark.parametrize(("world_size", "kind"), [(1, "__torch_function__"), *((2, kind) for kind in MODULES)])
@@ -159,15 +157,9 @@ def _copies(api: Any, world_size: int, make: Callable[..., dict[str, Tensor]], u
     return [*values, *[(type(one), isinstance(one, nn.Parameter), vars(one)) for one in copies.values()]]
 
 
-def copies(rank: int, world_size: int) -> None:
+@on_ranks(1, 2)
+def test_copies_like_stock(rank: int, world_size: int) -> None:
+    """Saved, pickled or copied parameters carry nothing of ours, and an optimizer steps on them."""
     for name, make in COPIES.items():
         for unshard in (False, True):
-            expected, seen = (_copies(api, world_size, make, unshard) for api in (stock, shardkit))
-            for one, two in zip(expected, seen, strict=True):
-                assert torch.equal(one, two) if isinstance(one, Tensor) else one == two, (name, unshard, one, two)
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_copies_like_stock(world_size: int) -> None:
-    """Saved, pickled or copied parameters carry nothing of ours, and an optimizer steps on them."""
-    run_ranks(world_size, copies)
+            assert_equal(*(_copies(api, world_size, make, unshard) for api in (shardkit, stock)), (name, unshard))

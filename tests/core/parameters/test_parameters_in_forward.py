@@ -11,6 +11,8 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from shardkit.core import Blocks, Owned, fully_shard
 from tests.support import on_ranks, rank_mesh
+from tests.support.models import Composed
+from tests.support.sharding import shard_children, shard_each
 
 
 class Keeping(nn.Linear):
@@ -36,8 +38,7 @@ KEPT: dict[str, Callable[[Tensor], Any]] = {
 @on_ranks(1, 2)
 def test_parameter_that_is_kept_on_a_module(rank: int, world_size: int, what: str) -> None:
     model = nn.Sequential(Keeping(KEPT[what]), Keeping(torch.clone))
-    for module in (*model, model):
-        fully_shard(module, mesh=rank_mesh((world_size,)))
+    shard_children(model, mesh=rank_mesh((world_size,)))
     if world_size == 1:  # nothing is freed
         model(torch.ones(2, 8)).sum().backward()
         return
@@ -45,43 +46,29 @@ def test_parameter_that_is_kept_on_a_module(rank: int, world_size: int, what: st
         model(torch.ones(2, 8))
 
 
-class Around(nn.Module):
+def _around(module: Any, x: Tensor) -> Tensor:
     """Keeps a view of its child's weight, as a module does that is put around it later."""
-
-    def __init__(self, inner: nn.Linear) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.kept = self.inner.weight.t()
-        return self.inner(x)
+    module.kept = module.inner.weight.t()
+    return module.inner(x)
 
 
 @on_ranks(2)
 def test_a_module_that_is_put_in_after_fully_shard_keeps_nothing_either(rank: int, world_size: int) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     fully_shard(model, mesh=rank_mesh((world_size,)))
-    model[0] = Around(model[0])
+    model[0] = Composed(_around, inner=model[0])
     with pytest.raises(RuntimeError, match=r"0' keeps parameter '0\.inner\.weight', or a view.*Keep a clone"):
         model(torch.ones(2, 8))
 
 
 @on_ranks(2)
 def test_parameter_of_another_call(rank: int, world_size: int) -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.first(x) @ self.second.weight
-
-    model = Model()
-    for module in (model.second, model):
-        fully_shard(module, mesh=rank_mesh((world_size,)))
+    run = lambda module, x: module.first(x) @ module.second.weight  # noqa: E731
+    model = Composed(run, first=nn.Linear(8, 8), second=nn.Linear(8, 8))
+    shard_each(model.second, model, mesh=rank_mesh((world_size,)))
     with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor") as raised:
         model(torch.randn(2, 8))
-    assert "'FSDPModel' computes with a sharded parameter" in "".join(raised.value.__notes__)
+    assert "'FSDPComposed' computes with a sharded parameter" in "".join(raised.value.__notes__)
 
 
 @on_ranks(2, isolated=True)
@@ -92,8 +79,7 @@ def test_array_over_a_parameter(rank: int, world_size: int) -> None:
             return super().forward(x)
 
     model = nn.Sequential(Model(8, 8), nn.Linear(8, 8))
-    for module in (*model, model):
-        fully_shard(module, mesh=rank_mesh((world_size,)))
+    shard_children(model, mesh=rank_mesh((world_size,)))
     model.set_prefetch_depth(0)
     with pytest.raises(RuntimeError, match=r"the memory of parameter '0\.weight' cannot be freed.*numpy"):
         model(torch.randn(2, 8))

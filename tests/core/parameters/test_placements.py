@@ -14,7 +14,7 @@ from shardkit.core import Blocks, DataParallelMeshDims, Owned, clip_grad_norm_, 
 from shardkit.core.parameters import collect
 from shardkit.core.parameters.placements import layout_for
 from shardkit.core.torch_compat import local_of
-from tests.support import networked_mesh, on_ranks, rank_mesh, run_ranks
+from tests.support import networked_mesh, on_ranks, rank_mesh
 from tests.support.models import Composed, GatedBlock
 from tests.support.sharding import shard_each
 
@@ -69,7 +69,14 @@ def sgd(parameters: object) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
-def _trains(rank: int, world_size: int, placement: str, networked: bool) -> None:
+@pytest.mark.daily(world_size=[3])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize(
+    ("world_size", "networked"), [(1, False), (2, False), (2, True), (3, False), (3, True), (4, False), (4, True)]
+)
+@on_ranks()
+def test_trains_as_one_process(rank: int, world_size: int, networked: bool, placement: str) -> None:
+    """In shared memory, and with padded rows in a packed buffer, as gloo between hosts sends them, and NCCL."""
     make = networked_mesh if networked else rank_mesh
     model = shard(build(), make((world_size,)), placement)
     opt = sgd(model.parameters())
@@ -84,16 +91,6 @@ def _trains(rank: int, world_size: int, placement: str, networked: bool) -> None
         owner_sums = not networked and parameter.ndim and placement != "replicated"
         if world_size <= 2 or owner_sums:  # gloo sums as it likes
             assert torch.equal(parameter.full_tensor(), expected[name]), name
-
-
-@pytest.mark.daily(world_size=[3])
-@pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize(
-    ("world_size", "networked"), [(1, False), (2, False), (2, True), (3, False), (3, True), (4, False), (4, True)]
-)
-def test_trains_as_one_process(world_size: int, networked: bool, placement: str) -> None:
-    """In shared memory, and with padded rows in a packed buffer, as gloo between hosts sends them, and NCCL."""
-    run_ranks(world_size, _trains, placement, networked)
 
 
 @on_ranks(*WORLD_SIZES)

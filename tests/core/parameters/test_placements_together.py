@@ -13,11 +13,11 @@ from shardkit.core import (
     MixedPrecisionPolicy,
     Owned,
     clip_grad_norm_,
-    fully_shard,
     materialize,
 )
 from tests.support import networked_mesh, on_ranks, rank_mesh
 from tests.support.models import TiedModel
+from tests.support.sharding import shard_each
 
 CHOICES: dict[str, Callable[[nn.Parameter], object]] = {
     "shard": lambda p: None,
@@ -31,11 +31,8 @@ def build(choice: str, mesh: Any, device: str = "cpu", **options: Any) -> nn.Mod
     torch.manual_seed(4)
     with torch.device(device):
         model = TiedModel()
-    choose = CHOICES[choice]
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, shard_placement_fn=choose, **options)
-    fully_shard(model.head, mesh=mesh, shard_placement_fn=choose, **options)  # the table is tied to it
-    return fully_shard(model, mesh=mesh, shard_placement_fn=choose, **options)
+    options |= {"mesh": mesh, "shard_placement_fn": CHOICES[choice]}
+    return shard_each(*model.blocks, model.head, model, **options)  # the table is tied to the head
 
 
 def trained(model: nn.Module, rank: int, accumulate: bool = False) -> dict[str, torch.Tensor]:

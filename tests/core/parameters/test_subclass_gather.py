@@ -10,8 +10,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 import shardkit.core as shardkit
-from tests.support import on_ranks, rank_mesh, run_ranks
+from tests.support import on_ranks, rank_mesh
+from tests.support.meshes import data_mesh
 from tests.support.sharding import shard_each
+from tests.support.twins import assert_equal
 from tests.support.wire_weights import BFloat16OnTheWire, SameOnTheWire, WireWeight
 
 
@@ -20,16 +22,12 @@ class Int8OnTheWire(WireWeight):
 
     calls: ClassVar[list[tuple[Any, ...]]] = []
 
-    def fsdp_pre_all_gather(
-        self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: Any
-    ) -> tuple[tuple[Tensor, ...], Any]:
+    def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
         self.calls.append((mesh, outer_size, outer_stride, type(module), mp_policy.param_dtype))
         scale = self._inner.abs().amax(1, keepdim=True).clamp(min=1e-6) / 127
         return ((self._inner / scale).round().to(torch.int8), scale), {"device": self._inner.device.type}
 
-    def fsdp_post_all_gather(
-        self, gathered: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
-    ) -> Any:
+    def fsdp_post_all_gather(self, gathered, metadata, param_dtype, *, out=None):
         assert metadata == {"device": "cpu"}
         data, scale = gathered
         if out is not None:
@@ -43,32 +41,19 @@ class Int8OnTheWire(WireWeight):
 WIRES = {"bfloat16": BFloat16OnTheWire, "int8": Int8OnTheWire, "same": SameOnTheWire}
 
 
-class Model(nn.Module):
+def _model(api: Any, wire: type[WireWeight], **options: Any) -> Any:
     """Wrapped weights beside plain biases, in one group; every first dim divides by 1, 2 and 4."""
-
-    def __init__(self, wire: type[WireWeight]) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(8, 16), nn.Linear(16, 8)])
-        self.out = nn.Linear(8, 4)
-        for linear in self.layers:
-            linear.weight = nn.Parameter(wire(linear.weight.detach().clone()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for linear in self.layers:
-            x = torch.tanh(linear(x))
-        return self.out(x)
-
-
-def _shard(api: Any, model: Model, **options: Any) -> None:
-    shard_each(*model.layers, model, api=api, **options)
+    torch.manual_seed(0)
+    layers = [nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 4)]
+    for linear in layers[:3:2]:
+        linear.weight = nn.Parameter(wire(linear.weight.detach().clone()))
+    return shard_each(layers[0], layers[2], nn.Sequential(*layers), api=api, **options)
 
 
 def _train(api: Any, rank: int, wire: str, steps: int = 4, **options: Any) -> dict[str, Tensor]:
-    torch.manual_seed(0)
-    model = Model(WIRES[wire])
     if wire == "bfloat16":
         options["mp_policy"] = api.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    _shard(api, model, **options)
+    model = _model(api, WIRES[wire], **options)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.2)
     trace = {}
     for step in range(steps):
@@ -93,18 +78,6 @@ def _plain(parameter: Any) -> Tensor:
     return (local._inner if isinstance(local, WireWeight) else local).clone()
 
 
-def like_stock(rank: int, world_size: int, wire: str, options: dict[str, Any]) -> None:
-    options = dict(options)
-    if (shape := options.pop("mesh", None)) is not None:
-        options["mesh"] = rank_mesh(shape, ("replicate", "shard"))
-    else:
-        options["mesh"] = rank_mesh((world_size,))
-    expected, seen = (_train(api, rank, wire, **options) for api in (stock, shardkit))
-    assert expected.keys() == seen.keys()
-    for label in expected:
-        assert torch.equal(expected[label], seen[label]), label
-
-
 def columns(parameter: Tensor) -> Shard:
     return Shard(parameter.ndim - 1)
 
@@ -119,13 +92,15 @@ def columns(parameter: Tensor) -> Shard:
         (2, "int8", {"reshard_after_forward": True}),
         (2, "int8", {"reshard_after_forward": False}),
         (2, "same", {"reshard_after_forward": True}),
-        (4, "int8", {"mesh": (2, 2)}),  # the mesh that the hook gets is the shard axis
+        (4, "int8", {"hsdp": True}),  # the mesh that the hook gets is the shard axis
         (2, "same", {"shard_placement_fn": columns}),  # stock cannot join the scales of int8 on columns
-        (4, "bfloat16", {"mesh": (2, 2), "shard_placement_fn": columns}),
+        (4, "bfloat16", {"hsdp": True, "shard_placement_fn": columns}),
     ],
 )
-def test_training_like_stock(world_size: int, wire: str, options: dict[str, Any]) -> None:
-    run_ranks(world_size, like_stock, wire, options)
+@on_ranks()
+def test_training_like_stock(rank: int, world_size: int, wire: str, options: dict[str, Any]) -> None:
+    mesh = data_mesh(options.pop("hsdp", False))
+    assert_equal(*(_train(api, rank, wire, mesh=mesh, **options) for api in (shardkit, stock)))
 
 
 @on_ranks(4)
@@ -183,14 +158,10 @@ class PaddedOnTheWire(WireWeight):
         padded[: len(self._inner), : self._inner.shape[1]] = self._inner
         return padded
 
-    def fsdp_pre_all_gather(
-        self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: Any
-    ) -> tuple[tuple[Any, ...], Any]:
+    def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
         return (self.padded(mesh, outer_size),), outer_size[0]
 
-    def fsdp_post_all_gather(
-        self, gathered: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
-    ) -> Any:
+    def fsdp_post_all_gather(self, gathered, metadata, param_dtype, *, out=None):
         (data,) = gathered
         if out is not None:
             return None
@@ -200,25 +171,19 @@ class PaddedOnTheWire(WireWeight):
 class PaddingLeftOn(PaddedOnTheWire):
     """The other hook leaves the padding on, and core cuts it off."""
 
-    def fsdp_post_all_gather(
-        self, gathered: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
-    ) -> Any:
+    def fsdp_post_all_gather(self, gathered, metadata, param_dtype, *, out=None):
         return None if out is not None else (gathered[0], gathered)
 
 
 class JoinedByName(PaddedOnTheWire):
     """Each tensor names the dim that it is joined on."""
 
-    def fsdp_pre_all_gather(
-        self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: Any
-    ) -> tuple[tuple[Any, ...], Any]:
+    def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
         padded, rank = self.padded(mesh, outer_size), torch.tensor(mesh.get_local_rank())
         tags = (Joined(rank), Joined(rank.expand(2, 1, 3), -2, (2, 3 * mesh.size())))
         return (Joined(padded, -1), *tags), (outer_size[1], mesh.size())
 
-    def fsdp_post_all_gather(
-        self, gathered: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
-    ) -> Any:
+    def fsdp_post_all_gather(self, gathered, metadata, param_dtype, *, out=None):
         (data, ranks, tags), (width, world_size) = gathered, metadata
         assert torch.equal(ranks, torch.arange(world_size))
         assert torch.equal(tags, ranks.repeat_interleave(3).expand(2, -1))
@@ -249,9 +214,7 @@ def test_uneven_padded_by_the_hook(rank: int, world_size: int, kind: type[Padded
 
 
 class UnpaddedOnTheWire(WireWeight):
-    def fsdp_pre_all_gather(
-        self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: Any
-    ) -> tuple[tuple[Tensor, ...], Any]:
+    def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
         return (self._inner.to(torch.bfloat16),), None
 
     fsdp_post_all_gather = BFloat16OnTheWire.fsdp_post_all_gather
@@ -312,12 +275,10 @@ def test_malformed_hooks(rank: int, world_size: int) -> None:
 @on_ranks(1, 2)
 def test_state_dict(rank: int, world_size: int) -> None:
     """A state dict holds the wrapped shards, and loading copies into them."""
-    torch.manual_seed(0)
-    model = Model(Int8OnTheWire)
-    _shard(shardkit, model, mesh=rank_mesh((world_size,)))
+    model = _model(shardkit, Int8OnTheWire, mesh=rank_mesh((world_size,)))
     model(torch.randn(2, 8)).sum().backward()
     saved = {fqn: tensor.clone() for fqn, tensor in model.state_dict().items()}
-    assert isinstance(saved["layers.0.weight"].to_local(), Int8OnTheWire)
+    assert isinstance(saved["0.weight"].to_local(), Int8OnTheWire)
     with torch.no_grad():
         before = model(torch.ones(2, 8))
         for parameter in model.parameters():
@@ -331,9 +292,7 @@ def test_state_dict(rank: int, world_size: int) -> None:
 def test_smaller_group(rank: int, world_size: int) -> None:
     """Resharding to a smaller group after forward, which stock refuses, gives the same numbers as to all ranks."""
     mesh = rank_mesh((world_size,))
-    expected, seen = (_train(shardkit, rank, "int8", mesh=mesh, reshard_after_forward=to) for to in (True, 2))
-    for label in expected:
-        assert torch.equal(expected[label], seen[label]), label
+    assert_equal(*(_train(shardkit, rank, "int8", mesh=mesh, reshard_after_forward=to) for to in (2, True)))
 
 
 def _put_hooks_on(local: Tensor, called: list[DeviceMesh]) -> None:

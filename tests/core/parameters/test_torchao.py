@@ -11,7 +11,10 @@ from torch.distributed.tensor import Shard
 from torch.nn import functional as F
 
 import shardkit.core as shardkit
-from tests.support import on_ranks, rank_mesh, run_ranks
+from tests.support import on_ranks, rank_mesh
+from tests.support.heard import heard
+from tests.support.sharding import shard_each
+from tests.support.twins import assert_equal
 
 training = pytest.importorskip("torchao.prototype.quantized_training")
 quantization = pytest.importorskip("torchao.quantization")
@@ -45,10 +48,7 @@ MODELS = {
 
 
 def _train(api: Any, model: nn.Sequential, rank: int, world_size: int, options: dict[str, Any]) -> dict[str, Tensor]:
-    mesh = rank_mesh((world_size,))
-    for block in model:
-        api.fully_shard(block, mesh=mesh, **options)
-    api.fully_shard(model, mesh=mesh, **options)
+    shard_each(*model, model, api=api, mesh=rank_mesh((world_size,)), **options)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5, momentum=0.9)
     width = next(model.parameters()).shape[1]
     trace = {}
@@ -78,24 +78,19 @@ def _plain(name: str, tensor: Tensor) -> dict[str, Tensor]:
     return {f"{name}.{one}": getattr(tensor, one).clone() for one in inner} | {f"type of {name}": type(tensor)}
 
 
-def like_stock(rank: int, world_size: int, kind: str, dim: int, options: dict[str, Any]) -> None:
-    torch.manual_seed(0)
-    model = MODELS[kind]()
-    options = {**options, "shard_placement_fn": lambda parameter: Shard(min(dim, parameter.ndim - 1))}
-    expected, seen = (_train(api, copy.deepcopy(model), rank, world_size, options) for api in (stock, shardkit))
-    assert expected.keys() == seen.keys()
-    for label, value in expected.items():
-        same = torch.equal(value, seen[label]) if isinstance(value, Tensor) else value is seen[label]
-        assert same, (label, value, seen[label])
-    assert expected["step 0: loss"] != expected["step 4: loss"]
-
-
 @pytest.mark.parametrize(
     ("kind", "dim", "reshard_after_forward"),
     [("int8", 0, True), ("int8 mixed precision", 0, False), ("int8 mixed precision", 1, True), ("nf4", 0, True)],
 )
-def test_training_like_stock(kind: str, dim: int, reshard_after_forward: bool) -> None:
-    run_ranks(2, like_stock, kind, dim, {"reshard_after_forward": reshard_after_forward})
+@on_ranks(2)
+def test_training_like_stock(rank: int, world_size: int, kind: str, dim: int, reshard_after_forward: bool) -> None:
+    torch.manual_seed(0)
+    model = MODELS[kind]()
+    place = lambda parameter: Shard(min(dim, parameter.ndim - 1))  # noqa: E731
+    options = {"reshard_after_forward": reshard_after_forward, "shard_placement_fn": place}
+    expected, seen = (_train(api, copy.deepcopy(model), rank, world_size, options) for api in (stock, shardkit))
+    assert_equal(seen, expected)
+    assert expected["step 0: loss"] != expected["step 4: loss"]
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -127,11 +122,8 @@ def test_float8_gathers_a_byte_for_each_element(rank: int, world_size: int) -> N
     for model in (plain, sharded):
         config = float8.Float8LinearConfig(enable_fsdp_float8_all_gather=model is sharded, emulate=True)
         float8.convert_to_float8_training(model, config=config)
-    for block in sharded:
-        shardkit.fully_shard(block)
-    shardkit.fully_shard(sharded)
-    gathers: list[shardkit.events.Event] = []
-    with shardkit.events.subscribe(gathers.append):
+    shard_each(*sharded, sharded)
+    with heard(shardkit.events.GatherStarted) as started:
         for step in range(3):
             x = torch.randn(24, 64, generator=torch.Generator().manual_seed(step))
             losses = [(model(x) - x.sin()).square().mean() for model in (plain, sharded)]
@@ -140,5 +132,4 @@ def test_float8_gathers_a_byte_for_each_element(rank: int, world_size: int) -> N
                 loss.backward()
                 torch.optim.SGD(model.parameters(), lr=0.5).step()
                 model.zero_grad()
-    started = [one for one in gathers if isinstance(one, shardkit.events.GatherStarted)]
     assert {(one.bytes, one.wire_bytes, one.dtype) for one in started} == {(64 * 64, 64 * 32, torch.float8_e4m3fn)}
