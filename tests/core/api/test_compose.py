@@ -13,8 +13,9 @@ from torch.distributed._functional_collectives import all_gather_tensor_autograd
 
 import shardkit.core as ours
 from tests.support import on_ranks, rank_mesh
-from tests.support.models import Block
+from tests.support.models import Block, Composed
 from tests.support.sharding import shard_each
+from tests.support.twins import assert_equal, local_gradients
 
 
 def _model() -> nn.Sequential:
@@ -28,10 +29,6 @@ def _shard(model: nn.Sequential, api: ModuleType, **options: Any) -> nn.Sequenti
 
 def _batch(step: int, rank: int) -> torch.Tensor:
     return torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank))
-
-
-def _gradients(model: nn.Module) -> list[torch.Tensor]:
-    return [parameter.grad.to_local().clone() for parameter in model.parameters()]
 
 
 def _train_compiled(api: ModuleType, what: str, first: str, rank: int) -> tuple[list[torch.Tensor], dict[str, int]]:
@@ -54,7 +51,7 @@ def _train_compiled(api: ModuleType, what: str, first: str, rank: int) -> tuple[
         losses.append(forward(_batch(step, rank)).square().mean())
         losses[-1].backward()
     counted = {"graph breaks": sum(counters["graph_break"].values()), "graphs": counters["stats"]["unique_graphs"]}
-    return [*losses, *_gradients(model)], counted
+    return [*losses, *local_gradients(model)], counted
 
 
 @pytest.mark.parametrize(
@@ -67,8 +64,7 @@ def test_graph_breaks_are_those_of_stock(rank: int, world_size: int, what: str, 
     assert by_stock == by_ours
     assert what != "blocks" or by_ours["graph breaks"] == 0
     assert by_ours["graphs"] > 0
-    for one, two in zip(expected, seen, strict=True):
-        assert torch.equal(one, two)
+    assert_equal(seen, expected)
 
 
 @pytest.mark.parametrize("kind", ["loop", "foreach", "fused"])
@@ -101,30 +97,28 @@ def test_writes_between_forward_and_backward(rank: int, world_size: int, dtype: 
         model = nn.Sequential(*(nn.Linear(6, 6, bias=False) for _ in range(4)))
         shard_each(*model, model, api=api, mp_policy=api.MixedPrecisionPolicy(param_dtype=dtype))
         model(_batch(0, rank)).sum().backward()
-        (expected, *_) = _gradients(model)
+        (expected, *_) = local_gradients(model)
         for layer in model[1:]:
             model.zero_grad()
             loss = model(_batch(0, rank)).sum()
             layer.weight.data.mul_(2)
             loss.backward()
-            (seen, *_) = _gradients(model)
+            (seen, *_) = local_gradients(model)
             factors.append(next(one for one in (1, 2) if torch.equal(seen, one * expected)))
             layer.weight.data.mul_(0.5)
     assert factors == [2, 2, 2, 2, 2, 1]
 
 
-class Attention(nn.Module):
+def _attention(over: Any) -> nn.Module:
     """Each rank of `over` has a part of the sequence, and gathers the keys and values of all (None: has all of it)."""
 
-    def __init__(self, over: Any) -> None:
-        super().__init__()
-        self.over, self.qkv, self.out = over, nn.Linear(8, 24), nn.Linear(8, 8)
+    def run(module: Any, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = module.qkv(x).chunk(3, dim=-1)
+        if over is not None:
+            key, value = (all_gather_tensor_autograd(one.contiguous(), 1, over) for one in (key, value))
+        return x + module.out(F.scaled_dot_product_attention(query, key, value))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        query, key, value = self.qkv(x).chunk(3, dim=-1)
-        if self.over is not None:
-            key, value = (all_gather_tensor_autograd(one.contiguous(), 1, self.over) for one in (key, value))
-        return x + self.out(F.scaled_dot_product_attention(query, key, value))
+    return Composed(run, qkv=nn.Linear(8, 24), out=nn.Linear(8, 8))
 
 
 @on_ranks(4)
@@ -132,7 +126,7 @@ def test_context_parallelism_beside_sharding(rank: int, world_size: int) -> None
     """Over a mesh ("dp_shard", "cp") of 2 x 2: the gradients of one process. torch's `context_parallel` has no CPU."""
     mesh = rank_mesh((2, 2), ("dp_shard", "cp"))
     torch.manual_seed(0)
-    expected, model = (nn.Sequential(*[Attention(over) for _ in range(2)]) for over in (None, mesh["cp"]))
+    expected, model = (nn.Sequential(*[_attention(over) for _ in range(2)]) for over in (None, mesh["cp"]))
     model.load_state_dict(expected.state_dict())
     _shard(model, ours, mesh=mesh, dp_mesh_dims=ours.DataParallelMeshDims(shard=("dp_shard", "cp")))
     for step in range(2):

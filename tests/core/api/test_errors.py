@@ -1,7 +1,6 @@
 """Bad input: each error names the parameter, module or group, the value seen and what to do."""
 
 import copy
-import datetime as dt
 import os
 import re
 import warnings
@@ -25,6 +24,7 @@ from shardkit.core import (
 )
 from tests.core.parameters.installed_adapters import no_installed_adapters
 from tests.support import on_ranks, rank_mesh
+from tests.support.meshes import impatient_mesh
 from tests.support.models import MLP, Composed
 from tests.support.sharding import shard_children, shard_each
 
@@ -43,23 +43,19 @@ def _step(model: nn.Module) -> None:
 
 @on_ranks(2)
 def test_meshes(rank: int, world_size: int) -> None:
-    with pytest.raises(ValueError, match=r"3-D.*dp_mesh_dims"):
-        fully_shard(nn.Linear(3, 3), mesh=rank_mesh((1, 2, 1), ("a", "b", "c")))
-    with pytest.raises(ValueError, match=r"needs axis names.*mesh_dim_names"):
-        fully_shard(nn.Linear(3, 3), mesh=rank_mesh((1, 2)))
     named = rank_mesh((2, 1), ("dp", "tp"))
-    with pytest.raises(ValueError, match=r"\['data'\].*\('dp', 'tp'\)"):
-        fully_shard(nn.Linear(3, 3), mesh=named, dp_mesh_dims=DataParallelMeshDims(shard="data"))
-    with pytest.raises(ValueError, match=r"\['replica'\].*\('dp', 'tp'\)"):
-        fully_shard(nn.Linear(3, 3), mesh=named, dp_mesh_dims=DataParallelMeshDims(shard="dp", replicate="replica"))
-    with pytest.raises(ValueError, match="names an axis twice"):
-        fully_shard(nn.Linear(3, 3), mesh=named, dp_mesh_dims=DataParallelMeshDims(shard="dp", replicate="dp"))
-    with pytest.raises(ValueError, match="the mesh has no axis names"):
-        fully_shard(nn.Linear(3, 3), mesh=rank_mesh((2,)), dp_mesh_dims=DataParallelMeshDims(shard="dp"))
-    with pytest.raises(TypeError, match=r"DataParallelMeshDims.*str"):
-        fully_shard(nn.Linear(3, 3), mesh=named, dp_mesh_dims="dp")
-    with pytest.raises(TypeError, match=r"mesh must be a DeviceMesh.*ProcessGroup"):
-        fully_shard(nn.Linear(3, 3), mesh=dist.group.WORLD)
+    for error, message, mesh, dims in (
+        (ValueError, r"3-D.*dp_mesh_dims", rank_mesh((1, 2, 1), ("a", "b", "c")), None),
+        (ValueError, r"needs axis names.*mesh_dim_names", rank_mesh((1, 2)), None),
+        (ValueError, r"\['data'\].*\('dp', 'tp'\)", named, DataParallelMeshDims("data")),
+        (ValueError, r"\['replica'\].*\('dp', 'tp'\)", named, DataParallelMeshDims("dp", "replica")),
+        (ValueError, "names an axis twice", named, DataParallelMeshDims("dp", "dp")),
+        (ValueError, "the mesh has no axis names", rank_mesh((2,)), DataParallelMeshDims("dp")),
+        (TypeError, r"DataParallelMeshDims.*str", named, "dp"),
+        (TypeError, r"mesh must be a DeviceMesh.*ProcessGroup", dist.group.WORLD, None),
+    ):
+        with pytest.raises(error, match=message):
+            fully_shard(nn.Linear(3, 3), mesh=mesh, dp_mesh_dims=dims)
     for names in (("dp_shard", "cp"), ("dp_shard", "dp_replicate"), ("fsdp", "tp"), ("dp", "tp")):
         hsdp = rank_mesh((1, 2), names)
         with pytest.warns(UserWarning, match=rf"replicates parameters over '{names[0]}' and shards.*dp_mesh_dims="):
@@ -75,21 +71,18 @@ def test_meshes(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_modules(rank: int, world_size: int) -> None:
-    with pytest.raises(ValueError, match=r"ModuleList.*no forward"):
-        fully_shard(nn.ModuleList([nn.Linear(3, 3)]))
-    with pytest.raises(ValueError, match=r"ModuleDict.*no forward"):
-        fully_shard(nn.ModuleDict({"a": nn.Linear(3, 3)}))
-    with pytest.raises(ValueError, match="empty list"):
-        fully_shard([])
-    with pytest.raises(TypeError, match="takes a module or a list of modules, got str"):
-        fully_shard(["model"])
-    with pytest.raises(TypeError, match="takes a module or a list of modules, got int"):
-        fully_shard(7)
     once = fully_shard(nn.Linear(3, 3))
-    with pytest.raises(ValueError, match=r"already called on this FSDPLinear.*sharded once"):
-        fully_shard(once)
-    with pytest.raises(ValueError, match=r"already called on this FSDPLinear"):
-        fully_shard([nn.Linear(3, 3), once])
+    for error, message, modules in (
+        (ValueError, r"ModuleList.*no forward", nn.ModuleList([nn.Linear(3, 3)])),
+        (ValueError, r"ModuleDict.*no forward", nn.ModuleDict({"a": nn.Linear(3, 3)})),
+        (ValueError, "empty list", []),
+        (TypeError, "takes a module or a list of modules, got str", ["model"]),
+        (TypeError, "takes a module or a list of modules, got int", 7),
+        (ValueError, r"already called on this FSDPLinear.*sharded once", once),
+        (ValueError, r"already called on this FSDPLinear", [nn.Linear(3, 3), once]),
+    ):
+        with pytest.raises(error, match=message):
+            fully_shard(modules)
     with pytest.raises(RuntimeError, match=r"FSDPLinear cannot be deep-copied.*state_dict"):
         copy.deepcopy(once)
     with pytest.raises(RuntimeError, match="cannot be deep-copied"):
@@ -165,25 +158,32 @@ def test_policies(rank: int, world_size: int) -> None:
             MixedPrecisionPolicy(**{name: torch.int32})
     with pytest.raises(ValueError, match=r"param_dtype.*bfloat16"):
         MixedPrecisionPolicy(param_dtype="bfloat16")
-    with pytest.raises(TypeError, match=r"mp_policy must be a MixedPrecisionPolicy, got torch.bfloat16; pass"):
-        fully_shard(nn.Linear(2, 2), mp_policy=torch.bfloat16)
-    with pytest.raises(TypeError, match=r"offload_policy must be an OffloadPolicy, got True; pass"):
-        fully_shard(nn.Linear(2, 2), offload_policy=True)
     with pytest.raises(ValueError, match="at least one of shard and replicate"):
         DataParallelMeshDims()
-    for value, message in (
-        (3, "must divide the 4 ranks"),
-        (8, "must divide the 4 ranks"),
-        (0, "must divide"),
-        (-1, "must divide"),
-        ("yes", "a bool, an int"),
+    reshard = "reshard_after_forward"
+    for error, message, options in (
+        (
+            TypeError,
+            "mp_policy must be a MixedPrecisionPolicy, got torch.bfloat16; pass",
+            {"mp_policy": torch.bfloat16},
+        ),
+        (TypeError, "offload_policy must be an OffloadPolicy, got True; pass", {"offload_policy": True}),
+        *((ValueError, f"{reshard}.*must divide the 4 ranks", {reshard: size}) for size in (3, 8)),
+        *((ValueError, f"{reshard}.*must divide", {reshard: size}) for size in (0, -1)),
+        (ValueError, f"{reshard}.*a bool, an int", {reshard: "yes"}),
+        (
+            ValueError,
+            r"S(hard)?\((dim=)?2\).*'weight' of shape \(2, 2\).*between -2 and 1",
+            {"shard_placement_fn": lambda parameter: Shard(2)},
+        ),
+        (
+            TypeError,
+            r"returned 0 for parameter 'weight'; expected Shard\(dim\), .* or None",
+            {"shard_placement_fn": lambda parameter: 0},
+        ),
     ):
-        with pytest.raises(ValueError, match=rf"reshard_after_forward.*{message}"):
-            fully_shard(nn.Linear(2, 2), reshard_after_forward=value)
-    with pytest.raises(ValueError, match=r"S(hard)?\((dim=)?2\).*'weight' of shape \(2, 2\).*between -2 and 1"):
-        fully_shard(nn.Linear(2, 2), shard_placement_fn=lambda parameter: Shard(2))
-    with pytest.raises(TypeError, match=r"returned 0 for parameter 'weight'; expected Shard\(dim\), .* or None"):
-        fully_shard(nn.Linear(2, 2), shard_placement_fn=lambda parameter: 0)
+        with pytest.raises(error, match=message):
+            fully_shard(nn.Linear(2, 2), **options)
 
 
 @on_ranks(2)
@@ -286,36 +286,27 @@ def test_parameters_on_the_meta_device(rank: int, world_size: int) -> None:
         _step(model)
 
 
-def _disagree(rank: int, world_size: int, how: str) -> None:
+def _differing(how: str, odd: bool) -> nn.Module:
+    """A model with one difference on the odd rank."""
     torch.manual_seed(0)
-    first, second = nn.Linear(6, 6), nn.Linear(6, 6)
-    odd = rank == world_size - 1
-    options: dict[str, Any] = {}
-    if how == "shape" and odd:
-        second = nn.Linear(6, 8)
+    first, second = nn.Linear(6, 6), nn.Linear(6, 8 if how == "shape" and odd else 6)
     if how == "dtype" and odd:
         second = second.double()
-    if how == "dim" and odd:
-        options["shard_placement_fn"] = lambda parameter: Shard(parameter.ndim - 1)
     if how == "frozen" and odd:
         second.weight.requires_grad_(False)
     if how == "missing" and odd:
         second.bias = None
-    model = nn.Sequential(first, second)
-    order = [1, 0] if how == "order" and odd else [0, 1]
+    model: nn.Module = nn.Sequential(first, second)
     if how == "order":
-        model = nn.Module()
-        for index in order:
-            model.add_module(f"layer{index}", (first, second)[index])
-        model.forward = lambda x: model.layer1(model.layer0(x))
+        layers = {"layer0": first, "layer1": second}
+        names = sorted(layers, reverse=odd)
+        model = Composed(lambda module, x: module.layer1(module.layer0(x)), **{name: layers[name] for name in names})
     if how == "sharded":
-        for block in (first,) if odd else (first, second):
-            fully_shard(block)
+        shard_each(*(first,) if odd else (first, second))
     if how == "grouped":
-        for part in ([first, second],) if odd else (first, second):
-            fully_shard(part)
-    fully_shard(model, **options)
-    model(torch.ones(2, 6))
+        shard_each(*([first, second],) if odd else (first, second))
+    on_last = how == "dim" and odd
+    return fully_shard(model, shard_placement_fn=lambda parameter: Shard(parameter.ndim - 1) if on_last else None)
 
 
 @pytest.mark.parametrize(
@@ -333,8 +324,9 @@ def _disagree(rank: int, world_size: int, how: str) -> None:
 )
 @on_ranks(3)
 def test_ranks_that_disagree(rank: int, world_size: int, how: str, seen: str) -> None:
+    model = _differing(how, odd=rank == world_size - 1)
     with pytest.raises(RuntimeError, match=seen) as caught:
-        _disagree(rank, world_size, how)
+        model(torch.ones(2, 6))
     assert "Every rank must build the same model and call fully_shard on the same modules" in str(caught.value)
 
 
@@ -499,8 +491,7 @@ def test_another_order_is_reported(rank: int, world_size: int) -> None:
 @on_ranks(2, isolated=True)
 def test_order_check_names_where_a_rank_waits_for_one_that_ended(rank: int, world_size: int) -> None:
     os.environ["SHARDKIT_DEBUG"] = "order"
-    group = dist.new_group(list(range(world_size)), timeout=dt.timedelta(seconds=4))
-    model = _branches(DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp",)))
+    model = _branches(impatient_mesh())
     model(torch.ones(2, 4), "left right").sum().backward()
     if rank == 0:
         with pytest.raises(RuntimeError, match=r"reached all-gather of 'left.*a peer did not reach.*newest last: "):
@@ -509,9 +500,7 @@ def test_order_check_names_where_a_rank_waits_for_one_that_ended(rank: int, worl
 
 @on_ranks(2, isolated=True)
 def test_timeout_names_the_waiting_group(rank: int, world_size: int) -> None:
-    group = dist.new_group(list(range(world_size)), timeout=dt.timedelta(seconds=4))
-    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp",))
-    model = _branches(mesh)
+    model = _branches(impatient_mesh())
     model(torch.ones(2, 4), "left right").sum().backward()
     if rank == 0:
         with pytest.raises(RuntimeError, match=r"^right: all-gather.*(waiting for its peers|launching)"):
@@ -530,8 +519,7 @@ def _mixture() -> Any:
 @on_ranks(2, isolated=True)
 def test_ranks_that_choose_other_experts_are_told(rank: int, world_size: int) -> None:
     """In shared memory gradients of one expert are not taken for another's of the same size."""
-    group = dist.new_group(list(range(world_size)), timeout=dt.timedelta(seconds=4))
-    model = fully_shard(_mixture(), mesh=DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp",)))
+    model = fully_shard(_mixture(), mesh=impatient_mesh())
     with pytest.raises(RuntimeError, match=r"^FSDPComposed: reduce-scatter") as caught:
         model(torch.ones(2, 4), (rank,)).sum().backward()
     text = str(caught.value)

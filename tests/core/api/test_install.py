@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import shardkit.core as shardkit
 from tests.support import on_ranks, rank_mesh, run_ranks
 from tests.support.models import Block
+from tests.support.twins import assert_equal, local_gradients
 
 HOMES = (
     "torch.distributed.fsdp",
@@ -49,7 +50,7 @@ def _train() -> list[Tensor]:
         torch.manual_seed(10 * dist.get_rank() + step)
         loss = model(torch.randn(2, 8)).square().mean()
         loss.backward()
-        seen += [loss.detach(), *(parameter.grad.to_local().clone() for parameter in model.parameters())]
+        seen += [loss.detach(), *local_gradients(model)]
         optimizer.step()
         optimizer.zero_grad()
     assert isinstance(model, stock.FSDPModule)
@@ -88,9 +89,7 @@ def test_there_and_back(rank: int, world_size: int) -> None:
     assert user.shard is STOCKS[0]
     assert keeps_ours.fully_shard is shardkit.fully_shard
     assert shardkit.uninstall() == ()
-    expected = _train()
-    for one, two in zip(expected, seen, strict=True):
-        assert torch.equal(one, two)
+    assert_equal(seen, _train())
 
 
 @on_ranks(1, isolated=True)

@@ -10,7 +10,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 from shardkit.core import Blocks, CPUOffloadPolicy, Owned, fully_shard
 from shardkit.core.materialize import materialize
-from tests.support import on_ranks, rank_mesh, run_ranks
+from tests.support import on_ranks, rank_mesh
 
 
 class Everything(nn.Module):
@@ -339,7 +339,9 @@ def transformers_models():
         return {name: make() for name, make in makes.items()}
 
 
-def check_transformers(rank, world_size):
+@on_ranks(3, timeout=120)
+def test_models_of_transformers_get_the_values_of_one_process(rank, world_size):
+    pytest.importorskip("transformers")
     mesh = rank_mesh((world_size,), ("shard",))
     models = transformers_models()
     for name, plain in transformers_models().items():
@@ -359,8 +361,3 @@ def check_transformers(rank, world_size):
             assert torch.equal(held.full_tensor() if isinstance(held, DTensor) else held, tensor), (name, fqn)
         for fqn, buffer in plain.named_buffers():
             assert torch.equal(model.get_buffer(fqn), buffer), (name, fqn)
-
-
-def test_models_of_transformers_get_the_values_of_one_process():
-    pytest.importorskip("transformers")
-    run_ranks(3, check_transformers, timeout=120)

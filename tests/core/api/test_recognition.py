@@ -23,6 +23,7 @@ from tests.support import on_ranks, rank_mesh
 from tests.support.comms import CountingAllGather, RankOrderReduceScatter
 from tests.support.models import Block, Composed
 from tests.support.sharding import shard_each
+from tests.support.twins import assert_equal
 
 # -- names -------------------------------------------------------------------------------------------------------------
 
@@ -166,9 +167,7 @@ def _local(tensor: Tensor) -> Tensor:
 @on_ranks(2)
 def test_a_replicated_child_is_left_alone(rank: int, world_size: int, how: str) -> None:
     """Its gradients are reduced by torch, and its parameters are not sharded with the parent's."""
-    expected, seen = (_replicate_within_parent(api, how) for api in (stock, shardkit))
-    for one, two in zip(expected, seen, strict=True):
-        assert torch.equal(one, two)
+    assert_equal(*(_replicate_within_parent(api, how) for api in (shardkit, stock)))
 
 
 # -- torch's tools -----------------------------------------------------------------------------------------------------
@@ -323,9 +322,7 @@ def test_pipelining(rank: int, world_size: int, schedule: str, stages_per_rank: 
     """Three steps with stock's sharding, with ours, and the mathematics on one process."""
     expected = _pipelined(stock, schedule, stages_per_rank)
     seen = _pipelined(shardkit, schedule, stages_per_rank)
-    assert expected.keys() == seen.keys()
-    for label in expected:
-        assert torch.equal(expected[label], seen[label]), label
+    assert_equal(seen, expected)
     reference = _not_pipelined(world_size, stages_per_rank)
     assert {label for label in seen if "full" in label} <= reference.keys()
     for label in reference.keys() & seen.keys():
@@ -338,7 +335,4 @@ def test_pipelining(rank: int, world_size: int, schedule: str, stages_per_rank: 
 def test_pipelining_reduces_gradients_of_several_calls(
     rank: int, world_size: int, schedule: str, stages_per_rank: int
 ) -> None:
-    expected, seen = (_pipelined(api, schedule, stages_per_rank, calls=2) for api in (stock, shardkit))
-    assert expected.keys() == seen.keys()
-    for label in expected:
-        assert torch.equal(expected[label], seen[label]), label
+    assert_equal(*(_pipelined(api, schedule, stages_per_rank, calls=2) for api in (shardkit, stock)))

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
 from shardkit.core import broadcast_replicas, full_state_dict, fully_shard
-from tests.support import rank_mesh, run_ranks
+from tests.support import on_ranks, rank_mesh
+from tests.support.meshes import data_mesh
 
 
 class Net(nn.Module):
@@ -31,7 +32,7 @@ def sharded(kind: str) -> Net:
         parallelize_module(model, mesh["tp"], {"norm": SequenceParallel(sequence_dim=0, use_local_output=True)})
         mesh = mesh["dp"]
     else:
-        mesh = rank_mesh((2, 2), ("replicate", "shard")) if kind == "hsdp" else rank_mesh((4,), ("shard",))
+        mesh = data_mesh(hsdp=kind == "hsdp")
     for part in (model.inp, model.norm):
         fully_shard(part, mesh=mesh)
     return fully_shard(model, mesh=mesh)
@@ -49,7 +50,12 @@ def noticed(call: Callable[[], object], fqn: str) -> None:
         call()
 
 
-def start_apart(rank: int, world_size: int, kind: str, fqn: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "fqn"),
+    [("hsdp", "norm.bias"), ("hsdp", "out.weight"), ("hsdp", "scale"), ("fsdp", "scale"), ("tp", "norm.weight")],
+)
+@on_ranks(4)
+def test_ranks_that_start_apart(rank: int, world_size: int, kind: str, fqn: str) -> None:
     model = sharded(kind)
     expected = full_state_dict(model, rank0_only=False)
     if rank == 3:
@@ -65,14 +71,10 @@ def start_apart(rank: int, world_size: int, kind: str, fqn: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "fqn"),
-    [("hsdp", "norm.bias"), ("hsdp", "out.weight"), ("hsdp", "scale"), ("fsdp", "scale"), ("tp", "norm.weight")],
+    ("kind", "fqn"), [("hsdp", "inp.weight"), ("hsdp", "shift"), ("fsdp", "shift"), ("tp", "norm.bias")]
 )
-def test_ranks_that_start_apart(kind: str, fqn: str) -> None:
-    run_ranks(4, start_apart, kind, fqn)
-
-
-def go_apart(rank: int, world_size: int, kind: str, fqn: str) -> None:
+@on_ranks(4)
+def test_ranks_that_go_apart(rank: int, world_size: int, kind: str, fqn: str) -> None:
     os.environ["SHARDKIT_DEBUG"] = "order,replicas=2"
     model = sharded(kind)
     x = torch.randn(4, 5)
@@ -84,10 +86,3 @@ def go_apart(rank: int, world_size: int, kind: str, fqn: str) -> None:
     broadcast_replicas(model)
     for _ in range(3):
         model(x).sum().backward()
-
-
-@pytest.mark.parametrize(
-    ("kind", "fqn"), [("hsdp", "inp.weight"), ("hsdp", "shift"), ("fsdp", "shift"), ("tp", "norm.bias")]
-)
-def test_ranks_that_go_apart(kind: str, fqn: str) -> None:
-    run_ranks(4, go_apart, kind, fqn)

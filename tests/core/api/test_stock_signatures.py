@@ -7,24 +7,16 @@ import pytest
 
 import shardkit.core as shardkit
 from shardkit.core import policies
-from tests.core.api.stock_signatures import Signatures, installed, known
+from tests.core.api.stock_signatures import KINDS, VERSION, Signatures, installed, known
 
 VERSIONS = known()
 # Stock's own plumbing, which no user calls.
 _NOT_FOR_USERS = {"get_cls_to_fsdp_cls", "disable_fsdp_module_new_init"}
-_KINDS = {
-    inspect.Parameter.POSITIONAL_ONLY: "positional",
-    inspect.Parameter.POSITIONAL_OR_KEYWORD: "positional",
-    inspect.Parameter.VAR_POSITIONAL: "varargs",
-    inspect.Parameter.KEYWORD_ONLY: "keyword",
-    inspect.Parameter.VAR_KEYWORD: "kwargs",
-}
 
 
 def test_data_of_the_torch_installed() -> None:
-    """If this fails: python -m tests.core.api.stock_signatures --write."""
-    version, seen = installed()
-    assert VERSIONS.get(version) == seen
+    """If this fails: python -m tests.core.api.stock_signatures."""
+    assert VERSIONS.get(VERSION) == installed()
 
 
 def test_every_supported_version_has_data() -> None:
@@ -51,21 +43,21 @@ def _lacking(functions: Signatures) -> list[str]:
     return problems
 
 
-def _differences(ours: Any, expected: list[list[str | None]]) -> list[str]:
+def _differences(ours: Any, expected: list[tuple[str, str, bool]]) -> list[str]:
     """Arguments that stock accepts and ours does not: by name, by place, or without a value."""
     seen = [one for one in inspect.signature(ours).parameters.values() if one.name != "self"]
     taken = {one.name: one for one in seen}
-    by_place = [one.name for one in seen if _KINDS[one.kind] == "positional"]
+    by_place = [one.name for one in seen if KINDS[one.kind] == "positional"]
     problems = []
-    for place, (parameter, kind, default) in enumerate(one for one in expected if one[0] != "self"):
+    for place, (parameter, kind, has_default) in enumerate(one for one in expected if one[0] != "self"):
         if kind in ("varargs", "kwargs"):
-            if kind not in {_KINDS[one.kind] for one in seen}:
+            if kind not in {KINDS[one.kind] for one in seen}:
                 problems.append(f"no {kind}")
         elif parameter not in taken:
             problems.append(f"no parameter {parameter}")
         elif kind == "positional" and by_place[place : place + 1] != [parameter]:
             problems.append(f"{parameter} is not at place {place}")
-        elif default is not None and taken[parameter].default is inspect.Parameter.empty:
+        elif has_default and taken[parameter].default is inspect.Parameter.empty:
             problems.append(f"{parameter} has no default")
     return problems
 
@@ -77,10 +69,10 @@ def test_surface(version: str) -> None:
 
 def test_what_is_missing_would_be_found() -> None:
     functions: Signatures = {
-        "fully_shard": [["module", "positional", None], ["new", "keyword", "None"]],
+        "fully_shard": [("module", "positional", False), ("new", "keyword", True)],
         "FSDPModule.reshard_all": [],
-        "FSDPModule.unshard": [["self", "positional", None], ["wait", "positional", "True"]],
-        "MixedPrecisionPolicy": [["reduce_dtype", "positional", "None"]],
+        "FSDPModule.unshard": [("self", "positional", False), ("wait", "positional", True)],
+        "MixedPrecisionPolicy": [("reduce_dtype", "positional", True)],
     }
     assert _lacking(functions) == [
         "fully_shard: no parameter new",

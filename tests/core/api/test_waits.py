@@ -27,6 +27,7 @@ from shardkit.core.events import (
     waiting,
 )
 from tests.support import on_ranks
+from tests.support.heard import heard
 from tests.support.models import Composed
 from tests.support.sharding import shard_each
 
@@ -44,10 +45,9 @@ def _sharded(recompute: bool = False, mesh: DeviceMesh | None = None) -> Any:
 
 
 def _heard(model: Any) -> list[Event]:
-    heard: list[Event] = []
-    with events.subscribe(heard.append):
+    with heard() as found:
         model(torch.randn(3, WIDTH, requires_grad=True)).sum().backward()
-    return heard
+    return found
 
 
 def _phases(recompute: bool) -> list[str]:
@@ -78,10 +78,10 @@ def test_recomputation_is_a_phase_of_its_own(rank: int, world_size: int) -> None
     assert Counter(one[0] for one in phases) == {"+": 7, "-": 7, "e": 1}
 
 
-def _check_waits(heard: list[Event]) -> None:
+def _check_waits(told: list[Event]) -> None:
     """Waits do not nest, each has one end, and part of their time is idle."""
     open_wait: WaitStarted | None = None
-    for event in heard:
+    for event in told:
         if type(event) is WaitStarted:
             assert open_wait is None
             open_wait = event
@@ -148,15 +148,9 @@ def test_padding_and_transport_are_told(rank: int, world_size: int) -> None:
 
 
 def test_a_wait_that_fails_is_told_and_raises() -> None:
-    heard: list[Event] = []
-
-    def fail() -> None:
-        with events.subscribe(heard.append), waiting("blocks.0", "all-gather"):
-            raise ConnectionError("gone")
-
-    with pytest.raises(ConnectionError, match="gone"):
-        fail()
-    started, failed = heard
+    with heard() as found, pytest.raises(ConnectionError, match="gone"), waiting("blocks.0", "all-gather"):
+        raise ConnectionError("gone")
+    started, failed = found
     assert started == WaitStarted("blocks.0", "all-gather")
     assert isinstance(failed, WaitFailed)
     assert (failed.fqn, failed.operation, failed.error) == ("blocks.0", "all-gather", "gone")

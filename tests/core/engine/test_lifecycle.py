@@ -1,6 +1,5 @@
 """Events in the life of a sharded model, against the same life of a whole model in one process."""
 
-import datetime as dt
 import functools
 import gc
 import itertools
@@ -12,16 +11,14 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardkit.core import MixedPrecisionPolicy, clip_grad_norm_, events, fully_shard, register_fsdp_forward_method
 from shardkit.core.engine.step import state_of
 from tests.support import on_ranks, rank_mesh
 from tests.support.heard import heard
-from tests.support.meshes import networked_mesh
+from tests.support.meshes import impatient_mesh, networked_mesh
 from tests.support.models import MLP, Composed
 from tests.support.sharding import shard_children, shard_each
 from tests.support.twins import Twins, assert_close, batch, square_loss
@@ -443,8 +440,7 @@ def test_after_an_error_nothing_waits_for_a_peer(
 @on_ranks(2, isolated=True)
 def test_a_forward_more_on_one_rank_is_an_error_on_both(rank: int, world_size: int) -> None:
     """Rank 0 runs a second forward while rank 1 runs the backward of the first; the error is that of a gather."""
-    group = dist.new_group(list(range(world_size)), timeout=dt.timedelta(seconds=4))
-    model = _shard_mlp(MLP(), mesh=DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp",)))
+    model = _shard_mlp(MLP(), mesh=impatient_mesh())
     for _ in range(2):
         _mlp_loss(model, rank).backward()
     loss = _mlp_loss(model, rank)
