@@ -104,6 +104,14 @@ def weights(checkpoint: Path, tmp_path: Path) -> dict[str, torch.Tensor]:
     return flat
 
 
+def assert_same_weights(seen: Path, expected: Path, tmp_path: Path) -> None:
+    """Two runs have the same values in their last checkpoints."""
+    mine, theirs = (weights(run / "checkpoints" / "step-000006", tmp_path) for run in (seen, expected))
+    assert mine.keys() == theirs.keys()
+    assert any("exp_avg_sq" in name for name in theirs) and any("mlp_in" in name for name in theirs)
+    assert [name for name in theirs if not torch.equal(theirs[name], mine[name])] == []
+
+
 def describe_otherwise(checkpoint: Path, change: Callable[[dict[str, Any]], None]) -> None:
     """Seal a checkpoint anew with another description."""
     manifest = unseal((checkpoint / MANIFEST).read_bytes(), MANIFEST)
@@ -128,11 +136,7 @@ def test_resuming_is_exact(finished: Path, broken_off: Path, text: Path, tmp_pat
     assert "step-000003" in printed
     assert "note:" not in printed
     assert losses(broken_off) == losses(finished)
-    expected = weights(finished / "checkpoints" / "step-000006", tmp_path)
-    seen = weights(broken_off / "checkpoints" / "step-000006", tmp_path)
-    assert expected.keys() == seen.keys()
-    assert any("exp_avg_sq" in name for name in expected) and any("mlp_in" in name for name in expected)
-    assert [name for name in expected if not torch.equal(expected[name], seen[name])] == []
+    assert_same_weights(broken_off, finished, tmp_path)
     assert (broken_off / "sample.txt").read_bytes() == (finished / "sample.txt").read_bytes()
 
 
@@ -162,8 +166,7 @@ def test_a_killed_run_goes_on_by_itself(finished: Path, text: Path, tmp_path: Pa
     printed = run_job(*flags, PYTHONPATH=path)
     assert marker.exists() and "resumed from" in printed
     assert losses(out) == losses(finished)
-    expected, seen = (weights(run / "checkpoints" / "step-000006", tmp_path) for run in (finished, out))
-    assert [name for name in expected if not torch.equal(expected[name], seen[name])] == []
+    assert_same_weights(out, finished, tmp_path)
     assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["step-000003", "step-000006"]
 
 
@@ -239,8 +242,7 @@ def test_offload_changes_nothing(finished: Path, broken_off: Path, text: Path, t
     run_job(*SMALL, "--offload", what, "--nproc", "2", "--data", text, "--out", broken_off, "--resume")
     assert (broken_off / "offload").is_dir() is (what != "step")
     assert losses(broken_off) == losses(finished)
-    seen, expected = (weights(run / "checkpoints" / "step-000006", tmp_path) for run in (broken_off, finished))
-    assert [name for name in expected if not torch.equal(expected[name], seen[name])] == []
+    assert_same_weights(broken_off, finished, tmp_path)
 
 
 @pytest.mark.slow

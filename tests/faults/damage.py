@@ -237,38 +237,35 @@ def try_disk(kind: str, generator: random.Random, scratch: Path) -> Seen:
                 manager.save(2, training.state, blocking=True)
             except CheckpointError as refused:
                 error = refused
-        left = sorted(one.name for one in run.iterdir())
+        left = _hidden(run)
         step, seen, _ = restored_digest(run)
         disk.mend()
-        return Seen(instants.struck, _after_disk(disk, error, left, step, seen, expected, training))
+        wrong: str | None = None
+        text = "No space left" if kind == "full" else "Permission denied"
+        if error is None and step != 2:
+            wrong = f"saving step 2 raised nothing, and step {step} came back"
+        elif error is not None and text not in str(error):
+            wrong = f"saving raised {error}, expected '{text}'"
+        elif step is None or seen != expected[step]:
+            wrong = f"step {step} came back otherwise"
+        elif kind == "full" and left:  # from a directory that nobody may write to the next run removes it
+            wrong = f"left behind: {left}"
+        else:
+            wrong = _next_run(run, training, expected[2])
+        return Seen(instants.struck, wrong)
 
 
-def _after_disk(
-    disk: Disk,
-    error: CheckpointError | None,
-    left: list[str],
-    step: int | None,
-    seen: str,
-    expected: dict[int, str],
-    training: Trainee,
-) -> str | None:
-    text = "No space left" if disk.kind == "full" else "Permission denied"
-    if error is None and step != 2:
-        return f"saving step 2 raised nothing, and step {step} came back"
-    if error is not None and text not in str(error):
-        return f"saving raised {error}, expected '{text}'"
-    if step is None or seen != expected[step]:
-        return f"step {step} came back otherwise"
-    # Nothing can be removed from a directory that nobody may write to; the next run does it.
-    if disk.kind == "full" and any(not name.startswith("step-") for name in left):
-        return f"left behind: {left}"
-    again = CheckpointManager(disk.path / "run")
-    left = sorted(one.name for one in (disk.path / "run").iterdir())
-    if any(not name.startswith("step-") for name in left):
+def _next_run(run: Path, training: Trainee, expected: str) -> str | None:
+    manager = CheckpointManager(run)
+    if left := _hidden(run):
         return f"left behind after the next run has begun: {left}"
-    again.save(3, training.state, blocking=True)
-    step, seen, _ = restored_digest(disk.path / "run")
-    return None if (step, seen) == (3, expected[2]) else f"when mended, step {step} came back otherwise"
+    manager.save(3, training.state, blocking=True)
+    step, seen, _ = restored_digest(run)
+    return None if (step, seen) == (3, expected) else f"when mended, step {step} came back otherwise"
+
+
+def _hidden(run: Path) -> list[str]:
+    return sorted(one.name for one in run.iterdir() if not one.name.startswith("step-"))
 
 
 def can_mount() -> bool:

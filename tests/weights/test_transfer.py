@@ -29,28 +29,22 @@ from shardkit.weights import (
 )
 from shardkit.weights.packing import describe
 from tests.support import run_ranks
+from tests.support.models import Composed
 from tests.weights.processes import Other, free_address
 
 
-class Trained(nn.Module):
+def trained() -> nn.Module:
     """Small, with dims that do not divide evenly, and a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.v = nn.Linear(6, 8), nn.Linear(6, 4), nn.Linear(6, 4)
-        self.o = nn.Linear(8, 6)
-        self.head = nn.Linear(6, 7)
-        self.register_buffer("scale", torch.tensor(0.5))
+    torch.manual_seed(1)
+    q, k, v = nn.Linear(6, 8), nn.Linear(6, 4), nn.Linear(6, 4)
+    model = Composed(None, q=q, k=k, v=v, o=nn.Linear(8, 6), head=nn.Linear(6, 7))
+    model.register_buffer("scale", torch.tensor(0.5))
+    return model
 
 
-class Engine(nn.Module):
+def engine_of() -> nn.Module:
     """The same on one of two tensor-parallel ranks, fused and padded."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = nn.Linear(6, 4 + 2 + 2)
-        self.o = nn.Linear(4, 6)
-        self.head = nn.Linear(6, 4)
+    return Composed(None, qkv=nn.Linear(6, 4 + 2 + 2), o=nn.Linear(4, 6), head=nn.Linear(6, 4))
 
 
 RULES = {
@@ -58,11 +52,6 @@ RULES = {
     "o.*": Cut(1),
     "head.*": Cut(0, size=7),
 }
-
-
-def trained() -> Trained:
-    torch.manual_seed(1)
-    return Trained()
 
 
 def shard(model: nn.Module, kind: str) -> nn.Module:
@@ -82,9 +71,8 @@ def shard(model: nn.Module, kind: str) -> nn.Module:
         for name, parameter in model.named_parameters():
             placement = Shard(1) if parameter.ndim > 1 else Replicate()
             owner, _, leaf = name.rpartition(".")
-            setattr(
-                model.get_submodule(owner), leaf, nn.Parameter(distribute_tensor(parameter.data, mesh, [placement]))
-            )
+            whole = nn.Parameter(distribute_tensor(parameter.data, mesh, [placement]))
+            setattr(model.get_submodule(owner), leaf, whole)
     elif kind == "offload":
         fully_shard(model, mesh=mesh, offload_policy=CPUOffloadPolicy())
     else:
@@ -109,7 +97,7 @@ def send(rank: int, world_size: int, address: str, kind: str, shared: bool) -> N
 
 
 def receive(pipe: Pipe, number: int, address: str) -> None:
-    engine = Engine().bfloat16() if number else Engine()  # one casts to its own dtype
+    engine = engine_of().bfloat16() if number else engine_of()  # one casts to its own dtype
     nn.init.constant_(engine.head.weight, 9)
     targets = targets_for(engine, RULES, tp_rank=number, tp_size=2)
     with WeightReceiver(address, targets, in_place=number == 1, timeout=40) as receiver:
@@ -182,10 +170,7 @@ def test_wants_that_nobody_has_are_refused_on_both_sides():
     for wanted, reason in (
         (bad, "x: no sender has this tensor"),
         (bad[:1], "w: sent as torch.int64, its target is torch.float32; receive into"),
-        (
-            [Target("f", None, torch.zeros(3))],
-            "f: sent as torch.float8_e4m3fn, its target is torch.float32; receive into",
-        ),
+        ([Target("f", None, torch.zeros(3))], "f: sent as torch.float8_e4m3fn, its target is torch.float32; receive"),
     ):
         address = free_address()
         with (
@@ -228,7 +213,7 @@ class Headed(nn.Module):
         self.active_adapters = ["a"]
 
 
-def adapted() -> Trained:
+def adapted() -> nn.Module:
     model = trained()
     model.q, model.o, model.head = Adapted(model.q), Adapted(model.o), Headed(model.head)
     return model
@@ -242,10 +227,8 @@ def send_adapters(rank: int, world_size: int, address: str) -> None:
     fully_shard(model)
     with WeightSender(model, address, merge_adapters=True, timeout=40, bucket=64) as sender:
         sender.send(1)
-        alone = WeightSender(
-            model, address.replace("127.0.0.1", "127.0.0.2"), names=lambda n: n if "lora" in n else None
-        )
-        with alone:
+        other = address.replace("127.0.0.1", "127.0.0.2")
+        with WeightSender(model, other, names=lambda name: name if "lora" in name else None) as alone:
             alone.send(1)
 
 
