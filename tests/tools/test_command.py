@@ -119,7 +119,8 @@ def test_a_hugging_face_config_on_64_ranks(config: str, tmp_path: Path, capsys: 
         (["plan", JOB, "--write", "both.py", "--json", "both.py"], "two outputs would be written to one file"),
         (["profile", "--steps", "0", "true"], "0 is not in the range"),
         (["profile"], "Missing argument 'COMMAND...'"),
-        (["watch", "--seconds", "0", "true"], "0.0 is not in the range"),
+        (["watch", "--seconds", "3"], "Missing argument 'COMMAND...'"),
+        *((["watch", "--seconds", one, "true"], "Invalid value for '--seconds'") for one in ("0", "-1", "soon", "inf")),
         (["report", "a", "b", "c"], "3 reports were given"),
     ],
 )

@@ -61,14 +61,6 @@ def test_wrong_attributes_are_refused(change: dict, message: str, tmp_path: Path
     assert message in str(raised.value)
 
 
-def test_a_file_that_is_no_description_is_refused(tmp_path: Path):
-    with pytest.raises(MachineError, match="Expected `object`, got `array`"):
-        load_machine(written(tmp_path, [1]))
-    (tmp_path / "broken.json").write_text("{")
-    with pytest.raises(MachineError, match="was cut short"):
-        load_machine(tmp_path / "broken.json")
-
-
 def test_a_dtype_without_flops_is_refused_when_it_is_needed():
     machine = preset("v100")
     assert machine.flops_for(torch.float16) == 125e12

@@ -138,13 +138,3 @@ def test_a_job_without_trouble_is_left_alone() -> None:
     with ranks(2, "") as job:
         assert job.exit_codes() == [0, 0]
         assert "shardkit watch" not in job.output.read_text()
-
-
-@pytest.mark.parametrize("seconds", ["-1", "soon", "inf"])
-def test_a_limit_that_is_none_is_refused(seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
-    from shardkit.tools.command import main
-
-    assert main(["watch", "--seconds", seconds, "true"]) == 2
-    assert "Invalid value for '--seconds'" in capsys.readouterr().err
-    assert main(["watch", "--seconds", "3"]) == 2
-    assert main(["watch", "--seconds", "3", "no-such-command-anywhere"]) == 127

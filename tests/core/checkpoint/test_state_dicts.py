@@ -145,9 +145,20 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def helpers(rank: int, world_size: int, kind: str, model: str, options: dict[str, Any]) -> None:
+HELPER_CASES = [
+    (world_size, kind, model, name)
+    for name in OPTIONS
+    for world_size, kind, model in [(1, "fsdp", "mlp"), (2, "fsdp", "mlp"), (3, "fsdp", "frozen"), (4, "hsdp", "mlp")]
+    if world_size == 2 or name in ("default", "full", "broadcast", "ignore_frozen")
+]
+
+
+@pytest.mark.daily(world_size=[2, 4])
+@pytest.mark.parametrize(("world_size", "kind", "model", "option"), HELPER_CASES)
+@on_ranks(timeout=120.0)
+def test_helpers_with_options(rank: int, world_size: int, kind: str, model: str, option: str) -> None:
     """Get with every option, compare with stock; set into a fresh model of either engine, compare again; train on."""
-    mesh = _mesh(world_size, kind)
+    mesh, options = _mesh(world_size, kind), OPTIONS[option]
     getting = StateDictOptions(**{name: value for name, value in options.items() if name != "broadcast_from_rank0"})
     setting = StateDictOptions(**options)
     traces: dict[str, Trace] = {}
@@ -166,8 +177,9 @@ def helpers(rank: int, world_size: int, kind: str, model: str, options: dict[str
     for name, api, source in (("stock", stock, "shardkit"), ("shardkit", shardkit, "stock")):
         module = _build(api, model, mesh, seed=1 if options.get("ignore_frozen_params") else 2)
         optimizer = _optimizer(module)
-        model_state, optimizer_state = _offered(states[source], rank, options)
+        model_state, optimizer_state = map(dict, states[source])
         if options.get("broadcast_from_rank0"):  # set_state_dict would take the empty dicts of other ranks for a wish
+            model_state, optimizer_state = ({}, {}) if rank else (model_state, optimizer_state)
             set_model_state_dict(module, model_state, options=setting)
             set_optimizer_state_dict(module, optimizer, optimizer_state, options=setting)
         else:
@@ -177,28 +189,6 @@ def helpers(rank: int, world_size: int, kind: str, model: str, options: dict[str
         losses = _train(module, model, optimizer, range(5, 7))
         trained[name] = _trace([losses, get_state_dict(module, optimizer)])
     assert_same(trained["stock"], trained["shardkit"])
-
-
-def _offered(state: Any, rank: int, options: dict[str, Any]) -> Any:
-    """The state dicts that a rank passes to set_state_dict: with broadcast, only rank 0 has any."""
-    model, optimizer = state
-    if options.get("broadcast_from_rank0") and rank:
-        return {}, {}
-    return dict(model), dict(optimizer)
-
-
-HELPER_CASES = [
-    (world_size, kind, model, name)
-    for name in OPTIONS
-    for world_size, kind, model in [(1, "fsdp", "mlp"), (2, "fsdp", "mlp"), (3, "fsdp", "frozen"), (4, "hsdp", "mlp")]
-    if world_size == 2 or name in ("default", "full", "broadcast", "ignore_frozen")
-]
-
-
-@pytest.mark.daily(world_size=[2, 4])
-@pytest.mark.parametrize(("world_size", "kind", "model", "options"), HELPER_CASES)
-def test_helpers_with_options(world_size: int, kind: str, model: str, options: str) -> None:
-    run_ranks(world_size, helpers, kind, model, OPTIONS[options], timeout=120.0)
 
 
 @pytest.mark.parametrize("broadcast", [False, True])
