@@ -270,16 +270,15 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     back = torch.load(tmp_path / "back" / "checkpoint.pt", weights_only=True)["model"]
     assert all(torch.equal(back[name], value) for name, value in build("tied", 0).state_dict().items())
     capsys.readouterr()
-    assert main([source, str(tmp_path / "no"), *local, "--ranks", "3"]) == 2
-    assert "LOCAL files depend on how the model is wrapped" in capsys.readouterr().err
-    assert main([source, str(tmp_path / "no"), *local, "--config", str(config)]) == 2
-    assert "'local' need a number" in capsys.readouterr().err
-    assert main([source, str(tmp_path / "no"), *local, "--ranks", "1", "--config", str(config)]) == 2
-    assert "a single rank's state dicts are whole" in capsys.readouterr().err
-    assert main([source, str(tmp_path / "no"), "--to", "dcp", "--like", str(tmp_path / "a")]) == 2
-    assert "only 'local' depends on the wrapping" in capsys.readouterr().err
-    assert main([source, str(tmp_path / "no"), *local, "--ranks", "3", "--like", source]) == 2
-    assert "does not show how the model is wrapped" in capsys.readouterr().err
+    for wrong, text in (
+        ([*local, "--ranks", "3"], "LOCAL files depend on how the model is wrapped"),
+        ([*local, "--config", str(config)], "'local' need a number"),
+        ([*local, "--ranks", "1", "--config", str(config)], "a single rank's state dicts are whole"),
+        (["--to", "dcp", "--like", str(tmp_path / "a")], "only 'local' depends on the wrapping"),
+        ([*local, "--ranks", "3", "--like", source], "does not show how the model is wrapped"),
+    ):
+        assert main([source, str(tmp_path / "no"), *wrong]) == 2
+        assert text in capsys.readouterr().err
     assert not (tmp_path / "no").exists() and not (tmp_path / "no.partial").exists()
 
 

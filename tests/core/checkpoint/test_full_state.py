@@ -147,20 +147,16 @@ def test_load_file(directory, world_size, kind, suffix, everyone):
     run_ranks(world_size, check_load_file, kind, path, range(world_size) if everyone else (0,))
 
 
-def check_files_that_differ(rank, world_size, paths):
-    """Each rank has a file of the same name and index but of another time: rank 0's counts."""
+@on_ranks(2)
+def test_ranks_with_different_files_take_that_of_rank_0(rank, world_size, tmp_path):
+    """Their files are as large, and of other times."""
+    path = tmp_path / f"rank{rank}.pt"
+    torch.save({"weight": torch.full((5,), float(rank))}, path)
+    os.utime(path, (1000 + rank, 1000 + rank))
     model = nn.Module()
-    model.weight = nn.Parameter(distribute_tensor(torch.zeros(5), rank_mesh((2,), ("shard",)), [Shard(0)]))
-    load_full_state_dict(model, paths[rank])
+    model.weight = nn.Parameter(distribute_tensor(torch.ones(5), rank_mesh((2,), ("shard",)), [Shard(0)]))
+    load_full_state_dict(model, path)
     assert torch.equal(model.weight.full_tensor(), torch.zeros(5))
-
-
-def test_ranks_with_different_files_take_that_of_rank_0(directory):
-    paths = [directory / f"rank{rank}.pt" for rank in range(2)]
-    for rank, path in enumerate(paths):
-        torch.save({"weight": torch.full((5,), float(rank))}, path)
-        os.utime(path, (1000 + rank, 1000 + rank))
-    run_ranks(2, check_files_that_differ, paths)
 
 
 def test_a_file_is_not_read_before_it_is_needed(directory):

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import nn
 
 from shardkit.core import fully_shard
 from shardkit.core.checkpoint import CheckpointError, CheckpointManager, DamagedCheckpointError, TrainingState
-from tests.core.checkpoint.trainee import ElasticLoader, Loader, Trainee, differences, local, saved
+from tests.core.checkpoint.trainee import ElasticLoader, Held, Loader, Trainee, differences, local, saved
 from tests.support import on_ranks, rank_mesh, run_ranks
 
 
@@ -119,73 +120,49 @@ def test_an_optimizer_that_has_stepped_in_part(rank: int, world_size: int, tmp_p
             assert (parameter.grad is not None) == (name[0] in backward)
 
 
-def keep_two(rank: int, world_size: int, path: Path) -> Any:
+@on_ranks(2)
+def test_retention_listing_and_progress(rank: int, world_size: int, tmp_path: Path) -> None:
     trainee = Trainee((world_size,))
-    with CheckpointManager(path, keep=2, every=2) as manager:
+    with CheckpointManager(tmp_path, keep=2, every=2) as manager:
         assert manager.restore(trainee.state) is None
-        due = []
         for step in range(1, 8):
             trainee.train(1)
+            assert manager.due(step) == (step in (2, 4, 6))
             if manager.due(step):
-                due.append(step)
                 manager.save(step, trainee.state)
         progress = manager.progress
         assert progress is not None and progress.step == 6 and progress.total_bytes > 0
         manager.wait()
         assert manager.progress is None
         manager.save(6, trainee.state, info={"again": True}, blocking=True)  # one of this step is there
-        steps = [one.step for one in manager.checkpoints()]
-        restored = manager.restore(trainee.state)
-        older = manager.restore(trainee.state, step=4)
+        assert [one.step for one in manager.checkpoints()] == [4, 6]
+        assert manager.restore(trainee.state).info == {"again": True}
+        assert manager.restore(trainee.state, step=4).step == 4
         with pytest.raises(CheckpointError, match=r"no checkpoint of step 5, only of \[4, 6\]"):
             manager.restore(trainee.state, step=5)
-    return due, steps, restored.info, older.step
-
-
-def test_retention_listing_and_progress(tmp_path: Path):
-    assert run_ranks(2, keep_two, tmp_path) == [([2, 4, 6], [4, 6], {"again": True}, 4)] * 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000004", "step-000006"]
     names = sorted(path.name for path in (tmp_path / "step-000006").iterdir())
     assert names == [".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json"]
 
 
-def refused_states(rank: int, world_size: int, path: Path) -> list[str]:
-    trainee = Trainee((world_size,))
-    manager = CheckpointManager(path)
-    texts = []
+@on_ranks(2)
+def test_what_cannot_be_saved_is_refused_on_all_ranks(rank: int, world_size: int, tmp_path: Path) -> None:
+    model, manager = Trainee((world_size,)).model, CheckpointManager(tmp_path)
 
-    class Odd:
-        def __init__(self, value: Any) -> None:
-            self.value = value
+    def refused(text: str, step: int = 1, value: Any = 1, **options: Any) -> None:
+        state = TrainingState(model, user={"odd": Held({"below": {"value": value}})})
+        with pytest.raises(CheckpointError, match=re.escape(text)):
+            manager.save(step, state, **options)
 
-        def state_dict(self) -> dict[str, Any]:
-            return {"below": {"value": self.value}}
-
-        def load_state_dict(self, state: dict[str, Any]) -> None:
-            raise AssertionError("nothing is restored here")
-
-    for value in (object(), torch.eye(2).to_sparse(), {(1, 2): 3}):
-        with pytest.raises(CheckpointError) as refused:
-            # Only one rank cannot; the others hear of it.
-            manager.save(1, TrainingState(trainee.model, user={"odd": Odd(value if rank == 0 else 1)}))
-        texts.append(str(refused.value))
-    with pytest.raises(CheckpointError) as refused:
-        manager.save(1 + rank, trainee.state)
-    texts.append(str(refused.value))
-    with pytest.raises(CheckpointError) as refused:
-        manager.save(1, trainee.state, info={"path": path})
-    texts.append(str(refused.value))
-    manager.save(1, trainee.state, blocking=True)  # and the manager still works
-    return texts
-
-
-def test_what_cannot_be_saved_is_refused_on_all_ranks(tmp_path: Path):
-    for texts in run_ranks(2, refused_states, tmp_path):
-        assert "saving step 1 failed on rank 0: TypeError: odd.below.value: a builtins.object in the state" in texts[0]
-        assert "odd.below.value: a tensor of layout torch.sparse_coo" in texts[1]
-        assert "odd.below.value: the key (1, 2) is a tuple" in texts[2]
-        assert "ranks save different steps, 1 to 2" in texts[3]
-        assert "is not JSON serializable" in texts[4]
+    for value, text in (
+        (object(), "saving step 1 failed on rank 0: TypeError: odd.below.value: a builtins.object in the state"),
+        (torch.eye(2).to_sparse(), "odd.below.value: a tensor of layout torch.sparse_coo"),
+        ({(1, 2): 3}, "odd.below.value: the key (1, 2) is a tuple"),
+    ):
+        refused(text, value=1 if rank else value)  # only one rank cannot; the others hear of it
+    refused("ranks save different steps, 1 to 2", step=1 + rank)
+    refused("is not JSON serializable", info={"path": tmp_path})
+    manager.save(1, TrainingState(model), blocking=True)  # and the manager still works
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
 
 
@@ -237,18 +214,20 @@ def test_bad_arguments(tmp_path: Path):
     for every in (0, "3", 2.0, True):
         with pytest.raises(ValueError, match=rf"every={every!r}, expected a whole number from 1 on; pass None"):
             CheckpointManager(tmp_path, every=every)
-    model = torch.nn.Linear(1, 1)
-    with pytest.raises(ValueError, match="user has the key 'rng', expected a name without dots"):
-        TrainingState(model, user={"rng": Loader(0)})
-    with pytest.raises(ValueError, match="per_rank has the key 'a', expected"):
-        TrainingState(model, user={"a": Loader(0)}, per_rank={"a": Loader(0)})
-    with pytest.raises(ValueError, match="user has the key 3, expected"):
-        TrainingState(model, user={3: Loader(0)})
-    with pytest.raises(TypeError, match="user is a Loader, expected a mapping of names to objects with state_dict"):
-        TrainingState(model, user=Loader(0))
-    with pytest.raises(TypeError, match=r"user\['step'\] is a int without state_dict and load_state_dict; pass"):
-        TrainingState(model, user={"step": 3})
-    with pytest.raises(TypeError, match=r"per_rank\['own'\] is a dict without"):
-        TrainingState(model, per_rank={"own": {"position": 1}})
-    with pytest.raises(TypeError, match="scheduler is a float without"):
-        TrainingState(model, scheduler=0.1)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "text"),
+    [
+        ({"user": {"rng": Loader(0)}}, ValueError, "user has the key 'rng', expected a name without dots"),
+        ({"user": {"a": Loader(0)}, "per_rank": {"a": Loader(0)}}, ValueError, "per_rank has the key 'a', expected"),
+        ({"user": {3: Loader(0)}}, ValueError, "user has the key 3, expected"),
+        ({"user": Loader(0)}, TypeError, "user is a Loader, expected a mapping of names to objects with state_dict"),
+        ({"user": {"step": 3}}, TypeError, r"user\['step'\] is a int without state_dict and load_state_dict; pass"),
+        ({"per_rank": {"own": {"position": 1}}}, TypeError, r"per_rank\['own'\] is a dict without"),
+        ({"scheduler": 0.1}, TypeError, "scheduler is a float without"),
+    ],
+)
+def test_what_is_no_state(given: dict[str, Any], error: type[Exception], text: str):
+    with pytest.raises(error, match=text):
+        TrainingState(torch.nn.Linear(1, 1), **given)
