@@ -24,9 +24,7 @@ def run(script: Path, directory: Path, *arguments: str) -> list[tuple[float, flo
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "arguments",
-    [("--use-orig-params",), ("--strategy", "SHARD_GRAD_OP", "--bfloat16")],
-    ids=" ".join,
+    "arguments", [("--use-orig-params",), ("--strategy", "SHARD_GRAD_OP", "--bfloat16")], ids=" ".join
 )
 def test_the_losses_are_those_of_stock(arguments: tuple[str, ...], tmp_path: Path):
     ours = tmp_path / "train_on_shardkit.py"

@@ -57,8 +57,7 @@ def test_one_that_nobody_offers_is_not_missed_in_silence(calls: list[str], monke
     monkeypatch.setenv("SHARDKIT_PROFILE", "records")
     monkeypatch.setattr(sys, "path", [])
     with pytest.warns(
-        UserWarning,
-        match=r"SHARDKIT_PROFILE is set, but .* entry point 'profile' in group shardkit.observers; install",
+        UserWarning, match=r"SHARDKIT_PROFILE is set, but .* entry point 'profile' in group shardkit.observers; install"
     ):
         start_observers()
     assert calls == []

@@ -311,8 +311,7 @@ def _not_pipelined(world_size: int, stages_per_rank: int) -> dict[str, Tensor]:
         pytest.param(
             *(4, "ScheduleZBVZeroBubble", 2),
             marks=pytest.mark.skipif(
-                torch.__version__ < (2, 13),
-                reason="torch 2.11 sends from a rank to itself, over gloo in vain",
+                torch.__version__ < (2, 13), reason="torch 2.11 sends from a rank to itself, over gloo in vain"
             ),
         ),
     ],

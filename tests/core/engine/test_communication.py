@@ -189,8 +189,7 @@ _TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 
 
 @pytest.mark.parametrize(
-    ("world_size", "hsdp", "dtype"),
-    [(1, False, torch.float32), (3, False, torch.float16), (4, True, torch.bfloat16)],
+    ("world_size", "hsdp", "dtype"), [(1, False, torch.float32), (3, False, torch.float16), (4, True, torch.bfloat16)]
 )
 @on_ranks()
 def test_gradient_divide_factor(rank: int, world_size: int, dtype: torch.dtype, hsdp: bool) -> None:

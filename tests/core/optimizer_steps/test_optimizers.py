@@ -6,13 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardkit.core import (
-    MixedPrecisionPolicy,
-    Owned,
-    fully_shard,
-    materialize,
-    optimizer_step_on_shards,
-)
+from shardkit.core import MixedPrecisionPolicy, Owned, fully_shard, materialize, optimizer_step_on_shards
 from tests.support import networked_mesh, on_ranks
 
 

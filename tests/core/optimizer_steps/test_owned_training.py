@@ -29,10 +29,7 @@ def split(model: nn.Module, muon_first: bool) -> list[torch.optim.Optimizer]:
     trained = [p for p in model.parameters() if p.requires_grad]
     matrices = [p for p in trained if p.ndim == 2 and p.shape[0] != 19]
     rest = [p for p in trained if p.ndim != 2 or p.shape[0] == 19]
-    made = [
-        lambda: torch.optim.Muon(matrices, lr=0.02),
-        lambda: torch.optim.AdamW(rest, lr=0.01, foreach=muon_first),
-    ]
+    made = [lambda: torch.optim.Muon(matrices, lr=0.02), lambda: torch.optim.AdamW(rest, lr=0.01, foreach=muon_first)]
     return [make() for make in (made if muon_first else reversed(made))]
 
 

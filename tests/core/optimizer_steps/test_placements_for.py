@@ -10,7 +10,8 @@ from torch.distributed.tensor import Shard
 
 from shardkit.core import Blocks, Owned, fully_shard, optimizer_step_on_shards, placements_for
 from tests.core.optimizer_steps.placed_training import check, class_of, optimizer_for, step
-from tests.support import rank_mesh, run_ranks
+from tests.support import on_ranks, rank_mesh
+from tests.support.models import Composed
 
 # package: class -> where it wants matrices
 KINDS: dict[str, type[Any] | None] = {
@@ -38,16 +39,10 @@ KINDS: dict[str, type[Any] | None] = {
 }
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(70, 64)
-        self.up = nn.Linear(64, 256)
-        self.down = nn.Linear(256, 64, bias=False)
-        self.head = nn.Linear(64, 70, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        raise AssertionError("gradients are given")
+def net() -> nn.Module:
+    torch.manual_seed(1)
+    table, up, down = nn.Embedding(70, 64), nn.Linear(64, 256), nn.Linear(256, 64, bias=False)
+    return Composed(None, table=table, up=up, down=down, head=nn.Linear(64, 70, bias=False))
 
 
 def trainees(model: nn.Module, kind: str) -> list[nn.Parameter]:
@@ -57,12 +52,11 @@ def trainees(model: nn.Module, kind: str) -> list[nn.Parameter]:
     return list(model.parameters())
 
 
-def _steps(rank: int, world_size: int, kind: str) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(3)
+def test_common_optimizers_step_as_in_one_process(rank: int, world_size: int, kind: str) -> None:
     warnings.simplefilter("ignore")
-    torch.manual_seed(1)
-    reference = Net()
-    torch.manual_seed(1)
-    model = Net()
+    reference, model = net(), net()
     choose = placements_for(model, class_of(kind))
     fully_shard(model, mesh=rank_mesh((world_size,)), shard_placement_fn=choose)
     wanted = KINDS[kind]
@@ -77,9 +71,3 @@ def _steps(rank: int, world_size: int, kind: str) -> None:
             step(one, optimizer, number, scale=0.01)
             optimizer.zero_grad()
         check(model, reference.parameters(), number)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_common_optimizers_step_as_in_one_process(kind: str) -> None:
-    class_of(kind)
-    run_ranks(3, _steps, kind)

@@ -18,6 +18,8 @@ from shardkit.core.checkpoint import CheckpointManager, TrainingState
 from shardkit.core.torch_compat import local_of
 from tests.core.optimizer_steps.placed_training import class_of, optimizer_for, step
 from tests.support import rank_mesh, run_ranks
+from tests.support.models import Composed
+from tests.support.twins import assert_equal
 
 KINDS = {
     "torchao 8": "torchao.optim.AdamW8bit",
@@ -28,24 +30,16 @@ KINDS = {
 WORLD_SIZES = [1, 2, 3, 4]
 
 
-class Net(nn.Module):
+def net() -> nn.Module:
     """Parameters of five, one and three blocks of 4096 elements, and one that ends with a part of a block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.five = nn.Linear(80, 256)
-        self.one = nn.Linear(64, 64)
-        self.cube = nn.Parameter(torch.randn(3, 64, 64))
-        self.odd = nn.Linear(65, 100)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        raise AssertionError("gradients are given")
+    five, one, cube = nn.Linear(80, 256), nn.Linear(64, 64), nn.Parameter(torch.randn(3, 64, 64))
+    return Composed(None, five=five, one=one, cube=cube, odd=nn.Linear(65, 100))
 
 
 def build(world_size: int, kind: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     warnings.simplefilter("ignore")
     torch.manual_seed(seed)
-    model: nn.Module = Net()
+    model = net()
     if world_size:
         choose = placements_for(model, class_of(KINDS[kind]))
         fully_shard(model, mesh=rank_mesh((world_size,)), shard_placement_fn=choose)
@@ -92,13 +86,6 @@ def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
     }
 
 
-def same(seen: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert seen.keys() == expected.keys()
-    for name, value in expected.items():
-        assert seen[name].dtype == value.dtype, name
-        assert torch.equal(seen[name], value), name
-
-
 def alone(kind: str, count: int) -> dict[str, torch.Tensor]:
     model, optimizer = build(0, kind, 1)
     steps(model, optimizer, range(count))
@@ -122,7 +109,7 @@ def _as_alone(rank: int, world_size: int, kind: str) -> dict[str, torch.Tensor]:
 def test_states_and_parameters_are_those_of_one_process(world_size: int, kind: str) -> None:
     expected = alone(kind, 6)
     assert any(value.dtype in (torch.uint8, torch.float8_e4m3fn) for value in expected.values())
-    same(run_ranks(world_size, _as_alone, kind)[0], expected)
+    assert_equal(run_ranks(world_size, _as_alone, kind)[0], expected)
 
 
 def _save(rank: int, world_size: int, kind: str, path: Path, stock: bool) -> None:
@@ -164,5 +151,5 @@ def test_resumes_on_other_world_sizes_with_the_same_bits(
     for other in {1: (2,), 2: (3, 4), 3: (1, 2), 4: (3, 4)}[world_size]:
         loaded, later = run_ranks(other, _resume, kind, tmp_path / "saved", stock)[0]
         if not stock or kind.startswith("bitsandbytes"):  # torch casts to the parameter's dtype until the next step
-            same(loaded, alone(kind, 3))
-        same(later, alone(kind, 6))
+            assert_equal(loaded, alone(kind, 3))
+        assert_equal(later, alone(kind, 6))

@@ -1,5 +1,7 @@
 """Plans of owners: balanced over a model, the same on all ranks; and the choices of `placements_for`."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -7,6 +9,7 @@ from torch.distributed.tensor import Shard
 
 from shardkit.core import Blocks, Owned, fully_shard, newton_schulz_flops, placements_for, plan_owners
 from tests.support import rank_mesh, run_ranks
+from tests.support.models import Composed
 
 # (rows, columns) of the matrices of a layer of Llama-3-8B.
 LLAMA = ((4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (14336, 4096), (4096, 14336))
@@ -68,19 +71,15 @@ def test_without_a_plan_the_cost_of_earlier_calls_decides() -> None:
     assert placements[1] == ["Owned(rank=0)", "Owned(rank=1)", "Owned(rank=1)"]
 
 
-class Gpt(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(64, 128)
-        self.norm = nn.LayerNorm(128)
-        self.hidden = nn.Linear(128, 32)
-        self.head = nn.Linear(128, 64, bias=False)
-        self.wide = nn.Linear(32, 64, bias=False)  # as wide as the head, and no head
+def gpt() -> Any:
+    table, norm, hidden = nn.Embedding(64, 128), nn.LayerNorm(128), nn.Linear(128, 32)
+    head, wide = nn.Linear(128, 64, bias=False), nn.Linear(32, 64, bias=False)  # as wide as the head, and no head
+    return Composed(None, table=table, norm=norm, hidden=hidden, head=head, wide=wide)
 
 
 @pytest.mark.parametrize("kind", ["Muon", "SOAP", "HeavySOAP"])
 def test_matrices_are_owned_but_for_embedding_and_head(kind: str) -> None:
-    model = Gpt()
+    model = gpt()
     choose = placements_for(model, type(kind, (torch.optim.SGD,), {}))
     assert isinstance(choose(model.hidden.weight), Owned)
     assert choose.plan.names == ("hidden.weight", "wide.weight")
@@ -89,7 +88,7 @@ def test_matrices_are_owned_but_for_embedding_and_head(kind: str) -> None:
 
 
 def test_quantized_state_lies_in_blocks() -> None:
-    model = Gpt()
+    model = gpt()
     choose = placements_for(model, type("AdamW8bit", (torch.optim.AdamW,), {}))
     assert choose(model.hidden.weight) == choose(model.table.weight) == Blocks(elements=4096)
     assert isinstance(choose(model.norm.weight), Owned)
@@ -97,7 +96,7 @@ def test_quantized_state_lies_in_blocks() -> None:
 
 
 def test_other_optimizers_shard_rows() -> None:
-    model = Gpt()
+    model = gpt()
     choose = placements_for(model, torch.optim.AdamW)
     assert all(choose(p) in (None, Shard(0)) for p in model.parameters())
     with pytest.raises(TypeError, match="takes the class of an optimizer"):

@@ -7,14 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardkit.core import (
-    Blocks,
-    CPUOffloadPolicy,
-    MixedPrecisionPolicy,
-    Owned,
-    clip_grad_norm_,
-    materialize,
-)
+from shardkit.core import Blocks, CPUOffloadPolicy, MixedPrecisionPolicy, Owned, clip_grad_norm_, materialize
 from tests.support import networked_mesh, on_ranks, rank_mesh
 from tests.support.models import TiedModel
 from tests.support.sharding import shard_each
