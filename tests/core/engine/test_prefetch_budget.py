@@ -317,3 +317,22 @@ def test_a_budget_holds_for_random_models(rank: int, world_size: int) -> None:
                 draw.shuffle(model.order)
                 _one_forward(model, rank, step)
         assert meter.peak <= budget, seed
+
+
+@on_ranks(2)
+def test_a_group_without_memory_waits_in_no_queue(rank: int, world_size: int) -> None:
+    """Backward uses what forward has kept, without unsharding it: the group is cached for both, and freed once."""
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+    shard_each(*model, model, mesh=networked_mesh((world_size,)), reshard_after_forward=False)
+    model.set_prefetch_budget(EVERYTHING)
+    for layer in model:
+        layer.set_unshard_in_backward(False)
+    seen: list[bool] = []
+
+    def ask(gradient: Tensor) -> None:
+        (group,) = groups_of(model[2])
+        seen.extend((group.is_unsharded, group.schedule.room.uncache(group)))
+
+    model[1].register_forward_hook(lambda module, args, output: output.register_hook(ask) and None)
+    model(batch(rank, 4, WIDTH).requires_grad_()).sum().backward()
+    assert seen == [False, False]

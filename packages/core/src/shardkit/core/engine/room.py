@@ -198,8 +198,9 @@ class Room:
 
     def uncache(self, group: Group) -> bool:
         """Notes that no gather may free the memory of `group` any more; whether one might."""
-        reference = weakref.ref(group)
-        return self._unneeded.pop(reference, None) is not None or self._for_backward.pop(reference, None) is not None
+        reference = weakref.ref(group)  # in both, if backward has used the group without unsharding it
+        found = [queue.pop(reference, None) for queue in (self._unneeded, self._for_backward)]
+        return found != [None, None]
 
     def free_cached(self, *, but_for_backward: bool = False) -> None:
         """Frees the memory of cached groups, except what is kept `but_for_backward`. Unsharded groups stay."""
