@@ -136,11 +136,7 @@ class Loop:
                 retain = index < len(losses) - 1 or again < micro.twice
                 values += self._backward(micro, loss, inputs, retain)
                 last = not retain
-                # Autograd runs nothing if no input is in the graph: gradients that wait need not be reduced then.
-                sync = micro.sync and not (
-                    micro.by == "inputs" and inputs and not any(v is not None for v in values[1:])
-                )
-                yield Backward(f"{label}, backward {index}{' again' if again else ''}", sync, values, last)
+                yield Backward(f"{label}, backward {index}{' again' if again else ''}", micro.sync, values, last)
 
     def _backward(self, micro: Micro, loss: Tensor, inputs: list[Tensor], retain: bool) -> list[Tensor | None]:
         if micro.by == "inputs" and inputs:
