@@ -15,7 +15,6 @@ from tests.simulation.training import Scenario, started, whole_step
 
 EVERY = {one.name: one for one in (*MORE, *CONFIGURATIONS)}
 CAPTURED = [name for name in EVERY if name not in NOT_CAPTURED]
-BY_DAY = ["plain", "bf16, packed", "HSDP", "accumulation", "reshard_after_forward=2", "unshard by hand"]
 
 TAKES_TURNS = [name for name, one in EVERY.items() if one.scenario.order is not Scenario.order]  # others each step
 
@@ -25,7 +24,6 @@ def captured(name: str, engine: str, whole: bool = True) -> list[str]:
     return check_capture(EVERY[name], engine, whole=whole)
 
 
-@pytest.mark.daily(name=[*BY_DAY, "memory kept for ever", "unsharded after backward", "prefetch budget"])
 @pytest.mark.parametrize("name", CAPTURED)
 def test_a_step_is_captured(name: str, on_device: Callable[..., Any]) -> None:
     found = on_device(captured, name, "ours")
@@ -46,7 +44,6 @@ def test_stocks_step_is_captured(name: str, on_device: Callable[..., Any]) -> No
     assert not found, "\n".join(found)
 
 
-@pytest.mark.daily(name=["CPU offload", "optimizer on another stream"])
 @pytest.mark.parametrize("name", NOT_CAPTURED)
 def test_what_cannot_be_captured_is_found_out(name: str, on_device: Callable[..., Any]) -> None:
     assert any(NOT_CAPTURED[name] in finding for finding in on_device(captured, name, "ours"))
@@ -57,7 +54,6 @@ def places(name: str) -> list[Any]:
     return addresses(replace(configuration, scenario=replace(configuration.scenario, steps=6)))
 
 
-@pytest.mark.daily(name=[*BY_DAY, "prefetch budget"])
 @pytest.mark.parametrize("name", [name for name in EVERY if name not in TAKES_TURNS])
 def test_unsharded_parameters_lie_where_they_lay(name: str, on_device: Callable[..., Any]) -> None:
     """From the third step on, without a graph: until then the order is learnt, and storages are made."""

@@ -70,16 +70,12 @@ def test_inputs_on_the_host_are_copied_when_forward_returns(engine: str, on_devi
     assert not found, "\n".join(found)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
 def test_every_wait_is_needed(on_device: Callable[..., Any]) -> None:
     count, unneeded = on_device(unneeded_waits, list(KNOWN))
     assert count >= 5
     assert unneeded == UNNEEDED_WAITS  # those that no configuration misses
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
 def test_every_reference_is_needed(on_device: Callable[..., Any]) -> None:
     count, unneeded = on_device(unneeded_references, list(KNOWN))
     assert count >= 5
