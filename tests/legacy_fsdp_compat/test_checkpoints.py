@@ -59,16 +59,6 @@ def read(rank: int, case: Case, reader: str, directory: Path) -> list[float]:
     return train(model, optimizer, rank, range(2, 4))
 
 
-def goes_on_alike(rank: int, world_size: int, case: Case, directory: Path) -> None:
-    expected = write(rank, case, directory)
-    dist.barrier()
-    ours, stock = (read(rank, case, reader, directory) for reader in (OURS, STOCK))
-    # Ours goes on from the file as stock does, even if the file is wrong (see the test below).
-    torch.testing.assert_close(ours, stock, **TOLERANCE)
-    if case.writer == OURS:
-        torch.testing.assert_close(ours, expected, **TOLERANCE)
-
-
 # Of type, layout and writer any two meet in every way; the optimizer and the world size in turn.
 CASES = [
     (Case(kind, Setting(use_orig_params=orig, optimizer=["momentum", "adamw"][o]), writer), 2 + k % 2)
@@ -86,8 +76,15 @@ CASES += [
 
 
 @pytest.mark.parametrize(("case", "world_size"), CASES, ids=str)
-def test_files_go_both_ways(world_size: int, case: Case, tmp_path: Path):
-    run_ranks(world_size, goes_on_alike, case, tmp_path)
+@on_ranks()
+def test_files_go_both_ways(rank: int, world_size: int, case: Case, tmp_path: Path) -> None:
+    """Ours goes on from a file as stock does, even if the file is wrong (see the test below)."""
+    expected = write(rank, case, tmp_path)
+    dist.barrier()
+    ours, stock = (read(rank, case, reader, tmp_path) for reader in (OURS, STOCK))
+    torch.testing.assert_close(ours, stock, **TOLERANCE)
+    if case.writer == OURS:
+        torch.testing.assert_close(ours, expected, **TOLERANCE)
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False])

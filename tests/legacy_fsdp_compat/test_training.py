@@ -16,7 +16,7 @@ from tests.legacy_fsdp_compat.both import (
     whole_state,
     wrap,
 )
-from tests.support import run_ranks
+from tests.support import on_ranks
 
 # Any two of the four factors meet in every way; one rank, and four, of which some have empty shards.
 SETTINGS = [
@@ -31,7 +31,13 @@ SETTINGS = [
 ]
 
 
-def trains_alike(rank: int, world_size: int, setting: Setting) -> None:
+def label(one: object) -> str:
+    return f"{one.strategy}-{one.use_orig_params}-{one.optimizer}" if isinstance(one, Setting) else str(one)
+
+
+@pytest.mark.parametrize(("setting", "world_size"), SETTINGS, ids=label)
+@on_ranks()
+def test_training_is_that_of_stock(rank: int, world_size: int, setting: Setting) -> None:
     runs = {}
     for engine in (STOCK, OURS):
         model = wrap(engine, setting)
@@ -44,12 +50,3 @@ def trains_alike(rank: int, world_size: int, setting: Setting) -> None:
     assert_same_tensors(runs[STOCK][1], runs[OURS][1], **TOLERANCE)
     if setting.use_orig_params:
         assert_same_tensors(runs[STOCK][2], runs[OURS][2], **TOLERANCE)
-
-
-def label(one: object) -> str:
-    return f"{one.strategy}-{one.use_orig_params}-{one.optimizer}" if isinstance(one, Setting) else str(one)
-
-
-@pytest.mark.parametrize(("setting", "world_size"), SETTINGS, ids=label)
-def test_training_is_that_of_stock(world_size: int, setting: Setting):
-    run_ranks(world_size, trains_alike, setting)

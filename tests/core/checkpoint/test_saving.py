@@ -16,7 +16,7 @@ from shardkit.core.checkpoint.index import seal, unseal
 from shardkit.core.checkpoint.plan import Piece, Plan
 from shardkit.core.checkpoint.saving import Header, Image, Part, build_index, chunks_after, read_part, write_part
 from tests.core.checkpoint.trainee import Held
-from tests.support import on_ranks, run_ranks
+from tests.support import on_ranks
 
 
 @on_ranks(2)
@@ -78,19 +78,6 @@ def ended(*arguments: Any) -> None:
     raise SystemExit
 
 
-def failing_on_rank_1(rank: int, world_size: int, path: Path, place: str, failing: Any) -> str:
-    manager = CheckpointManager(path)
-    state = TrainingState(torch.nn.Linear(1, 1))
-    with pytest.MonkeyPatch.context() as patch:
-        if rank == 1:
-            patch.setattr(place, failing)
-        manager.save(1, state)
-        with pytest.raises(CheckpointError) as failed:
-            manager.wait()
-    manager.save(2, state, blocking=True)
-    return str(failed.value)
-
-
 @pytest.mark.parametrize(
     ("place", "failing", "text"),
     [
@@ -98,10 +85,21 @@ def failing_on_rank_1(rank: int, world_size: int, path: Path, place: str, failin
         ("shardkit.core.checkpoint.saving.write_part", ended, "the thread that writes was ended by SystemExit()"),
     ],
 )
-def test_a_writer_that_dies_is_reported_everywhere(tmp_path: Path, place: str, failing: Any, text: str):
+@on_ranks(2)
+def test_a_writer_that_dies_is_reported_everywhere(
+    rank: int, world_size: int, tmp_path: Path, place: str, failing: Any, text: str
+) -> None:
     """It cannot begin where the number of threads is limited; or it ends with an exception that is not an Exception."""
-    told = run_ranks(2, failing_on_rank_1, tmp_path, place, failing)
-    assert told == [f"saving step 1 to {tmp_path} failed on rank 1: {text}"] * 2
+    manager = CheckpointManager(tmp_path)
+    state = TrainingState(torch.nn.Linear(1, 1))
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(place, failing)
+        manager.save(1, state)
+        with pytest.raises(CheckpointError) as failed:
+            manager.wait()
+    assert str(failed.value) == f"saving step 1 to {tmp_path} failed on rank 1: {text}"
+    manager.save(2, state, blocking=True)
     assert [path.name for path in tmp_path.iterdir()] == ["step-000002"]
 
 
