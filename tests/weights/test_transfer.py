@@ -141,6 +141,11 @@ def test_one_process_with_a_snapshot():
         nn.init.zeros_(model.weight)
         assert receiver.receive(20) == 3
         report = sending.wait()
+    for call in (receiver.receive, lambda: sender.send(4)):
+        with pytest.raises(RuntimeError, match="has been closed; make another"):
+            call()
+    sender.close()
+    receiver.close()
     assert report.receivers == (receiver.name,) and report.nbytes == 4 * 20
     assert all(torch.equal(there[name], one) for name, one in before.items())
 

@@ -320,6 +320,9 @@ class IOThread:
 
     def run(self, work: Coroutine[Any, Any, _T]) -> _T:
         """Runs a coroutine in the loop; the caller waits for its result. An interrupt of the caller cancels it."""
+        if self.loop.is_closed():
+            work.close()
+            raise RuntimeError("this sender or receiver has been closed; make another")
         future = asyncio.run_coroutine_threadsafe(work, self.loop)
         try:
             return future.result()
