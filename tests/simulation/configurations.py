@@ -312,6 +312,12 @@ def _hook(stream: bool) -> Callable[[Any], None]:
     return prepare
 
 
+def _reads_gradients(model: Any) -> None:
+    """The host reads each gradient as soon as it is reduced."""
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda one: one.grad.to_local().add_(1))
+
+
 def registered(model: Any) -> None:
     """Buffers of communication lie in a pool of the process group."""
     for module in (model, *model.blocks):
@@ -399,6 +405,7 @@ CONFIGURATIONS: list[Configuration] = [
     configuration("CPU offload, bf16", offload={}, mixed=True),
     configuration("CPU offload, accumulation", offload={}, step=accumulating),
     configuration("CPU offload, not pinned", offload={"pin_memory": False}),
+    configuration("CPU offload, gradient hooks", offload={}, prepare=_reads_gradients, on_stock=False),
     configuration("CPU offload of the largest, bf16", offload={"budget": 80}, mixed=True, on_stock=False),
     configuration("activations on the host", prepare=_activations, on_stock=False),
     configuration("activations on the host, two forwards", prepare=_activations, step=_two_forwards, on_stock=False),

@@ -292,10 +292,11 @@ def homes(name: str, options: dict[str, Any]) -> tuple[list[str], list[str], int
     ("policy", "expected"),
     [
         ({"weights.0": CPUOffloadPolicy()}, ["pinned", "sim", "sim"]),
+        ({"weights.0": CPUOffloadPolicy(pin_memory=False)}, ["cpu", "sim", "sim"]),
         (CPUOffloadPolicy(budget=80), ["pinned", "sim", "sim"]),
         ({"weights.0": CPUOffloadPolicy(), "*": CPUOffloadPolicy(pin_memory=False)}, ["pinned", "cpu", "cpu"]),
     ],
-    ids=["by name", "by budget", "not all pinned"],
+    ids=["by name", "not pinned", "by budget", "not all pinned"],
 )
 def test_each_parameter_has_its_home(policy: Any, expected: list[str], on_device: Callable[..., Any]) -> None:
     """A shard of (16, 8) has the most bytes."""
