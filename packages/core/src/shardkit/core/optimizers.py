@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from shardkit.core.engine.group import FSDPParamGroup
 from shardkit.core.engine.root import live_roots
 from shardkit.core.optimizer_steps.block_steps import steps_by_block
-from shardkit.core.optimizer_steps.plain_steps import PlainSteps, plain_steps_of
+from shardkit.core.optimizer_steps.plain_steps import STEPS, PlainSteps, plain_steps_of
 from shardkit.core.optimizer_steps.supported import ELEMENTWISE, plain_parameters, steps_by_element
 from shardkit.core.parameters.collect import added_parameters
 from shardkit.core.parameters.param import sharded_counterpart
@@ -25,7 +25,7 @@ _on_shards: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 @dataclass(frozen=True)
 class _Held:
-    """The parameters of an optimizer at its last step, their groups, and its steps on plain tensors.
+    """The parameters of an optimizer at its last step, and their groups.
 
     It stores identities, not parameters: parameters may reference the optimizer, in hooks that step in backward, and
     keep it alive. `id()`s are reused, so everything is looked up again after `fully_shard` was called.
@@ -33,7 +33,6 @@ class _Held:
 
     identities: list[Any]  # of parameters; and whether they step in lists
     groups: list[weakref.ReferenceType[FSDPParamGroup]]
-    steps: weakref.ReferenceType[PlainSteps] | None
 
 
 _held_by: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Held] = weakref.WeakKeyDictionary()
@@ -72,10 +71,7 @@ def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     silently do nothing. The same holds for gradients that no backward has reduced, or whose user's writes were lost.
     """
     known = _held_by.get(optimizer)
-    if known is None:
-        steps = plain_steps_of(optimizer)
-    else:
-        steps = None if known.steps is None else known.steps()
+    steps: PlainSteps | None = optimizer.__dict__.get(STEPS)
     if steps is not None and steps.is_lent:
         if is_within_step(optimizer):  # torch calls hooks for the step of a base class, too
             return
@@ -86,7 +82,7 @@ def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     if known is None or known.identities != identities:
         groups = _find_groups(optimizer, held)
         steps = _choose_plain(optimizer)
-        known = _held_by[optimizer] = _Held(identities, groups, None if steps is None else weakref.ref(steps))
+        known = _held_by[optimizer] = _Held(identities, groups)
     _check_gradients(optimizer, known)
     if steps is not None and steps.chosen:
         steps.hook_innermost(optimizer)
@@ -163,7 +159,7 @@ def _refuse_added(optimizer: torch.optim.Optimizer, held: set[int]) -> None:
 def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Step post-hook of every optimizer: tells the groups, as some kernels bump no version counter of a DTensor."""
     known = _held_by.get(optimizer)
-    steps = None if known is None or known.steps is None else known.steps()
+    steps: PlainSteps | None = optimizer.__dict__.get(STEPS)
     if known is None or (steps is not None and steps.is_lent):  # the step around this one goes on
         return
     if len(args) > 1 or kwargs.get("closure") is not None:

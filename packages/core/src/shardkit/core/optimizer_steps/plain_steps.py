@@ -61,7 +61,7 @@ from shardkit.core.torch_compat import (
 
 _States: TypeAlias = defaultdict[Any, dict[str, Any]]
 
-_ATTRIBUTE = "_shardkit_plain_steps"  # of the optimizer, which neither pickles nor copies it
+STEPS = "_shardkit_plain_steps"  # of the optimizer, which neither pickles nor copies it
 
 _NOTHING = object()
 
@@ -284,7 +284,7 @@ class PlainSteps:
 
 def plain_steps_of(optimizer: torch.optim.Optimizer, *, make: bool = False) -> PlainSteps | None:
     """The plain steps of an optimizer, None if it never had any."""
-    steps: PlainSteps | None = optimizer.__dict__.get(_ATTRIBUTE)
+    steps: PlainSteps | None = optimizer.__dict__.get(STEPS)
     if steps is None and make:
         use_steps(optimizer, steps := PlainSteps())
     return steps
@@ -292,10 +292,10 @@ def plain_steps_of(optimizer: torch.optim.Optimizer, *, make: bool = False) -> P
 
 def use_steps(optimizer: torch.optim.Optimizer, steps: PlainSteps) -> None:
     """Gives an optimizer its steps on plain tensors, in the place of those that it had."""
-    former: PlainSteps | None = optimizer.__dict__.get(_ATTRIBUTE)
+    former: PlainSteps | None = optimizer.__dict__.get(STEPS)
     if former is not None:
         former.leave()
-    optimizer.__dict__[_ATTRIBUTE] = steps
+    optimizer.__dict__[STEPS] = steps
     optimizer.register_load_state_dict_pre_hook(steps.forget_joined)
     optimizer.register_state_dict_pre_hook(steps.give_back)
     optimizer.register_state_dict_post_hook(_refuse_gathering)
@@ -304,7 +304,7 @@ def use_steps(optimizer: torch.optim.Optimizer, steps: PlainSteps) -> None:
 def restore_interrupted_steps() -> None:
     """Ends steps that have raised. Usually only checks an empty set."""
     for optimizer in list(lent):
-        optimizer.__dict__[_ATTRIBUTE].give_back(optimizer)
+        optimizer.__dict__[STEPS].give_back(optimizer)
 
 
 def _refuse_gathering(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
