@@ -241,6 +241,33 @@ def test_what_cannot_step_in_backward_is_refused(rank: int, world_size: int) -> 
         pair.check(name)
 
 
+def _move_to_the_front(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Two layers get a group of their own, which makes that of all others the second one."""
+    (group,) = optimizer.param_groups
+    *group["params"], weight, bias = group["params"]
+    optimizer.param_groups.insert(0, {**group, "params": [weight, bias], "lr": 0.5})
+
+
+@on_ranks(2)
+def test_parameters_move_to_other_groups_between_steps(rank: int, world_size: int) -> None:
+    pair = Pair(world_size, when="backward")
+    pair.step(rank, 0)
+    for model, optimizer in pair.both:
+        _move_to_the_front(model, optimizer)
+    pair.step(rank, 1)
+    pair.check("moved")
+    for optimizer in pair.optimizers:
+        for one in optimizer.param_groups.pop(0)["params"]:
+            del optimizer.state[one]
+    pair.step(rank, 2)
+    pair.check("removed")
+    model, optimizer = pair.both[0]
+    loss_of(model, rank, 3).backward()
+    _move_to_the_front(model, optimizer)
+    with pytest.raises(RuntimeError, match="parameter groups were changed between backward"):
+        optimizer.step()
+
+
 @on_ranks(2)
 def test_two_optimizers_that_share_parameters(rank: int, world_size: int) -> None:
     """They step one after the other; in backward only one of them can."""

@@ -271,12 +271,12 @@ class OverlappedSteps(PlainSteps):
 
     def listen(self, optimizer: torch.optim.Optimizer) -> None:
         """Has the groups report gradients that they deliver to parameters of the optimizer. Raises RuntimeError."""
-        params = [(number, one) for number, group in enumerate(optimizer.param_groups) for one in group["params"]]
-        numbers = {id(one): number for number, one in params}
+        params = [one for group in optimizer.param_groups for one in group["params"]]
+        numbers = _numbers_of(optimizer)
         if self._shared(numbers):
             gc.collect()  # the optimizer before this one may be in a circle, as with its scheduler
             if shared := self._shared(numbers):
-                fqn = next(fqn_of(one) for _, one in params if id(one) in shared)
+                fqn = next(fqn_of(one) for one in params if id(one) in shared)
                 raise RuntimeError(
                     f"two optimizers have parameter '{fqn}' and overlap_step with when='backward', and its gradient is "
                     "for the first of them; delete that one, or call overlap_step without when for one of them, and "
@@ -284,7 +284,7 @@ class OverlappedSteps(PlainSteps):
                 )
         self._numbers = numbers
         self._listener = _Listener(weakref.ref(optimizer))
-        for _, one in params:
+        for one in params:
             if (param := sharded_counterpart(one)) is not None:
                 group = FSDPParamGroup.of(param)
                 if self._listener not in group.when_delivered:
@@ -297,6 +297,8 @@ class OverlappedSteps(PlainSteps):
 
     def take_gradients(self, optimizer: torch.optim.Optimizer, delivered: Sequence[FSDPParam]) -> None:
         """Note [Steps in backward]: steps with gradients that are there now, and refuses them to others."""
+        if not self._taken:  # since the last step parameters may have moved to other groups
+            self._numbers = _numbers_of(optimizer)
         params = [one.sharded_param for one in delivered if id(one.sharded_param) in self._numbers]
         if not params:
             return
@@ -324,7 +326,15 @@ class OverlappedSteps(PlainSteps):
 
     def _end_backward(self, optimizer: torch.optim.Optimizer) -> set[int]:
         """The ids of parameters that backward has stepped on: readers of their gradients only wait from now on."""
+        numbers = _numbers_of(optimizer)
         for gradients, refuse, job in self._taken:
+            ids = () if job is None else [id(one.parameter) for one in job.twins]
+            if job is not None and any(numbers.get(one) != self._numbers[one] for one in ids):
+                raise RuntimeError(
+                    "the optimizer's parameter groups were changed between backward and optimizer.step(), and "
+                    f"overlap_step has stepped on '{job.label}' in backward; change them before backward, or after "
+                    "step()"
+                )
             now = gradients if job is None else [twin.parameter.grad for twin in job.twins]
             if any(map(is_not, now, gradients)):
                 refuse()
@@ -434,6 +444,11 @@ class OverlappedSteps(PlainSteps):
         groups = dict.fromkeys(_in_order_of_use(group for group, _ in jobs)) if len(jobs) > 1 else {}
         places: dict[FSDPParamGroup | None, int] = {group: place for place, group in enumerate(groups)}
         return sorted(jobs.values(), key=lambda job: places.get(job.group, len(places)))
+
+
+def _numbers_of(optimizer: torch.optim.Optimizer) -> dict[int, int]:
+    """The numbers of the optimizer's parameter groups, by the ids of their parameters."""
+    return {id(one): number for number, group in enumerate(optimizer.param_groups) for one in group["params"]}
 
 
 @dataclass(frozen=True)
