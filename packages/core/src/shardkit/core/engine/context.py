@@ -48,10 +48,12 @@ class CommContext:
 
     # -- what a gather reads -------------------------------------------------------------------------------------------
 
-    def on_device(self, sources: Sequence[torch.Tensor], cast: torch.Tensor | None) -> list[torch.Tensor]:
-        """`sources` on the device; the gather lane waits for copies from the host.
+    def on_device(
+        self, sources: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype], cast: torch.Tensor | None
+    ) -> list[torch.Tensor]:
+        """`sources` on the device, those from the host in their dtypes; the gather lane waits for copies from the host.
 
-        Those that lie one after the other take one copy. `cast` has all of them so, in the dtype of the gather.
+        Shards that lie one after the other take one copy. `cast` has all of them so, in the dtype of the gather.
 
         Copies overlap with the previous gather: they wait until it has read its own sources, whose memory is dropped
         when it is queued.
@@ -65,9 +67,12 @@ class CommContext:
         staged = list(sources)
         with self.transfers.owning_memory():
             for flat, places in runs(sources, on_host) if cast is None else [(cast, on_host)]:
-                parts = flat.to(self.device, non_blocking=True).split([sources[place].numel() for place in places])
+                moved = flat.to(self.device, non_blocking=True)
+                if len(wanted := {dtypes[place] for place in places}) == 1:  # at once, which frees the memory of a copy
+                    moved = moved.to(wanted.pop())
+                parts = moved.split([sources[place].numel() for place in places])
                 for place, part in zip(places, parts, strict=True):
-                    staged[place] = part.view(sources[place].shape)
+                    staged[place] = part.view(sources[place].shape).to(dtypes[place])
             self.gathers.wait_event(self.transfers.current_event())
         return staged
 

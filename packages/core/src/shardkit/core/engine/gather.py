@@ -160,7 +160,8 @@ def gather_sharded(group: Gathered) -> Ticket | None:
     lane, transport = context.gathers, transports.gather
     read = sources
     if group.offloaded:
-        read = context.on_device(sources, group.cast_shards)
+        dtypes = [item.dtype for each in plans.items for item in each]
+        read = context.on_device(sources, dtypes, group.cast_shards)
     # The lane owns the memory: it frees and allocates in its own order, and need not wait for the compute stream.
     with lane.owning_memory():
         with contextlib.nullcontext() if transport is None else transport.registered_memory():

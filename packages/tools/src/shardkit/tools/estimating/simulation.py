@@ -115,7 +115,8 @@ class SimulatedTransport(Transport):
         packed = None
         if plan.packing is not None:
             packed = self.buffer(plan.packing.numel, plan.packed_dtype, plan.label, "packed")
-        return self._run_gather(plan, packed, self._copied(sum(one.nbytes for one in sources), plan.label))
+        own = sum(item.layout.local_numel(self.rank) * item.dtype.itemsize for item in plan.items)
+        return self._run_gather(plan, packed, self._copied(own, plan.label))
 
     def _run_gather(self, plan: GatherPlan, packed: torch.Tensor | None, copied: torch.Tensor | None) -> Program:
         if self.kind == "shared":
