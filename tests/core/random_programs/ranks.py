@@ -204,7 +204,8 @@ class Sharded:
             self.wrapped += [module for module in modules if isinstance(module, self.api.FSDPModule)]
         below = {id(inner) for outer in self.wrapped for inner in outer.modules() if inner is not outer}
         self.roots = [module for module in self.wrapped if id(module) not in below]
-        self.names += [type(root).__name__ for root in self.roots]
+        for root in self.roots:  # errors name modules as seen from their root
+            self.names += [type(root).__name__, *_names(root)]
         self._set_prefetching()
         for root in self.roots:
             if not self.policy.reshard_after_backward:
