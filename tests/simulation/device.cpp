@@ -23,7 +23,6 @@
 #include <mutex>
 #include <type_traits>
 #include <unordered_map>
-#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -74,7 +73,7 @@ std::atomic<int64_t> next_stream{1}, next_event{1};
 // -- memory -----------------------------------------------------------------------------------------------------------
 
 std::mutex pinned_lock;
-std::unordered_set<const void*> pinned_memory;
+std::map<const char*, size_t> pinned_memory;
 
 // Blocks of one stream, as torch's caching allocator has them: the smallest that fits, split, and merged when it is free.
 struct Pool {
@@ -156,7 +155,7 @@ struct Allocator final : c10::Allocator {
     std::memset(at, 0x7f, bytes);  // large numbers in every floating dtype: nobody takes them for data
     if (pinned) {
       std::lock_guard<std::mutex> guard(pinned_lock);
-      pinned_memory.insert(at);
+      pinned_memory[static_cast<const char*>(at)] = bytes;
     }
     call(&Callbacks::allocated, at, bytes, pinned);
     return {at, at, raw_deleter(), device};
@@ -166,7 +165,7 @@ struct Allocator final : c10::Allocator {
     bool pinned;
     {
       std::lock_guard<std::mutex> guard(pinned_lock);
-      pinned = pinned_memory.erase(at);
+      pinned = pinned_memory.erase(static_cast<const char*>(at));
     }
     call(&Callbacks::freed, at);
     pinned ? std::free(at) : give_to_pool(at);
@@ -186,7 +185,9 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex) const override { return 0; }
   bool isPinnedPtr(const void* data) const override {
     std::lock_guard<std::mutex> guard(pinned_lock);
-    return pinned_memory.count(data) > 0;
+    auto at = static_cast<const char*>(data);
+    auto after = pinned_memory.upper_bound(at);
+    return after != pinned_memory.begin() && at <= std::prev(after)->first + std::prev(after)->second;
   }
   c10::Allocator* getPinnedMemoryAllocator() const override { return &host_memory; }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {

@@ -1,5 +1,6 @@
 """CPU offload: what crosses the bus, and in how many copies. Steps beside forward."""
 
+import copy
 import ctypes
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -62,6 +63,9 @@ def transfers(name: str) -> tuple[list[Transfer], list[Transfer]]:
                 observer.seen.clear()
         shards = [[parameter.to_local() for parameter in block.parameters()] for block in run.model.blocks]
         assert all(shard.dtype == torch.float32 and shard.is_pinned() for block in shards for shard in block)
+        assert all(shard.untyped_storage().nbytes() == shard.nbytes for block in shards for shard in block)
+        copied = copy.deepcopy(run.model.state_dict())
+        assert all(torch.equal(copied[fqn].to_local(), one.to_local()) for fqn, one in run.model.named_parameters())
         places = [(block[0].data_ptr(), sum(shard.nbytes for shard in block)) for block in shards]
         for block, (first, second, _) in zip(run.model.blocks, shards, strict=True):
             gradients = [parameter.grad.to_local() for parameter in block.parameters()]

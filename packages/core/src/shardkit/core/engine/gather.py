@@ -23,7 +23,7 @@ from shardkit.core.runtime.plan import GatherItem, GatherPlan, plan_gather
 from shardkit.core.runtime.sharding import ChunkLayout
 from shardkit.core.runtime.shared.meeting import possible
 from shardkit.core.runtime.shared.segment import shared_if_possible
-from shardkit.core.runtime.storage import outside_inference
+from shardkit.core.runtime.storage import outside_inference, part_of
 from shardkit.core.torch_compat import versions_of
 
 _LOG = logging.getLogger(__name__)
@@ -96,8 +96,7 @@ def _pin_together(params: Sequence[FSDPParam]) -> None:
             sizes = [param.shard.numel() for param in together]
             buffer = torch.empty(sum(sizes), dtype=dtype, device="cpu", pin_memory=True)
             for param, part in zip(together, buffer.split(sizes), strict=True):
-                # .data: a version counter of its own, so that a write to one is not taken for a write to all.
-                param.move_shard(part.view(param.shard.shape).copy_(param.shard).data)
+                param.move_shard(part_of(buffer, part.view(param.shard.shape).copy_(param.shard)))
 
 
 def _prepare(group: Gathered) -> tuple[Transports, GatherPlans]:

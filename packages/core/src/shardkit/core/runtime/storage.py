@@ -16,6 +16,7 @@ from shardkit.core.events import StorageKind
 from shardkit.core.runtime.sharding import dense_strides
 
 _NOTHING_TO_LEAVE = contextlib.nullcontext()
+_WHOLE = "_shardkit_whole"  # on the storage of a part: the buffer that it is a part of
 
 
 def allocate_storage(tensor: torch.Tensor, fqn: str = "", kind: StorageKind = "unsharded") -> None:
@@ -93,29 +94,46 @@ def dense_view(flat: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     return empty.set_(flat.untyped_storage(), 0, shape, dense_strides(shape)).data
 
 
+def part_of(buffer: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
+    """The dense `view` of `buffer` with a storage and a version counter of its own, over the same memory.
+
+    torch.save writes no more than it, and torch cannot deepcopy a DTensor whose local tensor has an offset.
+    """
+    begin = view.storage_offset() * view.itemsize
+    storage = buffer.untyped_storage()[begin : begin + view.nbytes]
+    storage.__dict__[_WHOLE] = buffer
+    return torch.empty(0, dtype=view.dtype, device=view.device).set_(storage, 0, view.shape, view.stride()).data
+
+
 def runs(tensors: Sequence[torch.Tensor], places: Iterable[int]) -> list[tuple[torch.Tensor, list[int]]]:
     """A flat tensor over each run of tensors that lie one after the other in the same memory, and their places.
 
-    Considers the tensors at `places`. A tensor that is not contiguous is a run of its own, and copied.
+    Considers the tensors at `places`. Over parts of a buffer it is a view of that, which pinned memory knows to be in
+    use. A tensor that is not contiguous is a run of its own, and copied.
     """
-    found: list[list[int]] = []
+    found: list[tuple[torch.Tensor, int, list[int]]] = []
     ends: dict[tuple[int, torch.dtype, int], list[int]] = {}  # runs by where they end
     for place in places:
         tensor = tensors[place]
-        memory, begin = tensor.untyped_storage()._cdata, int(tensor.storage_offset())
+        storage, begin = tensor.untyped_storage(), int(tensor.storage_offset())
+        whole = storage.__dict__.get(_WHOLE, tensor)
+        if whole.dtype == tensor.dtype and whole is not tensor:
+            begin += (storage.data_ptr() - whole.data_ptr()) // tensor.itemsize if whole.numel() else 0
+        else:
+            whole = tensor
+        memory = whole.untyped_storage()._cdata
         run = ends.pop((memory, tensor.dtype, begin), None) if tensor.is_contiguous() else None
         if run is None:
-            found.append(run := [])
+            found.append((whole, begin, run := []))
         run.append(place)
         if tensor.is_contiguous():
             ends[memory, tensor.dtype, begin + tensor.numel()] = run
-    flats = [
-        tensors[run[0]].as_strided((sum(tensors[place].numel() for place in run),), (1,))
+    return [
+        (whole.as_strided((sum(tensors[place].numel() for place in run),), (1,), begin), run)
         if tensors[run[0]].is_contiguous()
-        else tensors[run[0]].reshape(-1)
-        for run in found
+        else (tensors[run[0]].reshape(-1), run)
+        for whole, begin, run in found
     ]
-    return [*zip(flats, found, strict=True)]
 
 
 def note_allocated(memory: torch.Tensor | int, fqn: str, kind: StorageKind) -> None:
