@@ -111,6 +111,8 @@ class SingleProcess:
             for model in self.models:
                 toggle(model, event.names)
         elif isinstance(event, Zero):
+            for model in self.models:
+                model.zero_grad()  # also gradients that wait for their reduction
             for name, gradient in self.gradients.items():
                 self.gradients[name] = None if gradient is None or event.set_to_none else torch.zeros_like(gradient)
 
