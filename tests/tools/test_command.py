@@ -100,7 +100,7 @@ def test_a_hugging_face_config_on_64_ranks(config: str, tmp_path: Path, capsys: 
         ([*GPT, "--vocabulary", "9", "--world-size", "dp=2,dp=2"], "is not a mesh"),
         ([*GPT, "--vocabulary", "9", "--reshard", "never"], "reshard is 'never'; expected default, true, false or a"),
         ([*GPT, "--vocabulary", "9", "--overlap-step"], "under the next forward, or in files, is one on the host"),
-        ([*GPT, "--vocabulary", "9", "--offload", "--resident", "1GiB"], "add overlap_step"),
+        ([*GPT, "--vocabulary", "9", "--offload", "--resident", "1GiB"], "add --overlap-step"),
         ([*GPT, "--vocabulary", "9", "--optimizer", "newton"], "no optimizer 'newton'"),
         ([*GPT, "--vocabulary", "0"], "0 is not in the range x>=1"),
         ([*GPT, "--vocabulary", "9", "--hf-config", "x.json"], "exclude each other"),

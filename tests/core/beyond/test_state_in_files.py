@@ -394,6 +394,12 @@ def test_a_directory_that_cannot_hold_files(path: str) -> None:
         FileTier(path, "1GiB")
 
 
+def test_a_path_is_no_tier(tmp_path: Path) -> None:
+    optimizer = torch.optim.AdamW([torch.zeros(2, requires_grad=True)])
+    with pytest.raises(TypeError, match=r"^states is '.*'; pass a FileTier, such as"):
+        overlap_step(optimizer, states=str(tmp_path))  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("wrong", [0, "much", "-1GiB", "3 apples", ""])
 def test_bytes_that_are_none(tmp_path: Path, wrong: Any) -> None:
     with pytest.raises(ValueError, match=r"is not a number of bytes; give one above 0"):

@@ -85,12 +85,15 @@ def overlap_step(
         states: where its state lies, and the shards if it says so; in memory by default. For torch's optimizers.
 
     Raises:
-        TypeError: for any other optimizer, also for subclasses, and for one that draws random numbers.
+        TypeError: for any other optimizer, also for subclasses, and for one that draws random numbers; for
+            `states` other than a `FileTier`.
         ValueError: for another `when`, or `states` for quantised ones.
         RuntimeError: for "backward", if another optimizer steps in backward on one of the parameters.
     """
     if when not in ("auto", "backward"):
         raise ValueError(f'when is {when!r}; pass "auto" or "backward"')
+    if not isinstance(states, FileTier | None):
+        raise TypeError(f'states is {states!r}; pass a FileTier, such as FileTier("/local/disk", resident="8GiB")')
     steps = plain_steps_of(optimizer)
     if isinstance(steps, OverlappedSteps):
         return steps

@@ -166,9 +166,9 @@ class Policies:
 
     def __post_init__(self) -> None:
         if (self.overlap_step or self.resident is not None) and not self.offload:
-            raise EstimateError("a step under the next forward, or in files, is one on the host; add offload")
+            raise EstimateError("a step under the next forward, or in files, is one on the host; add --offload")
         if self.resident is not None and not self.overlap_step:
-            raise EstimateError("optimizer state in files is stepped under the next forward; add overlap_step")
+            raise EstimateError("state in files is stepped under the next forward; add --overlap-step")
 
 
 def blocks_of(model: nn.Module, wrap: Sequence[str] | None) -> list[tuple[str, nn.Module]]:
