@@ -40,7 +40,7 @@ def test_a_fault_is_survived(tmp_path: Path, expected: Outcome, kind: str):
     result = try_one(kind, 0, _SEED, expected, tmp_path)
     assert result.wrong is None
     assert result.struck is not None, "the job ended before the fault"
-    assert f"{kind} | 1 | 1 | 0 | 0 | 1 | 0" in table([[result]])
+    assert f"{kind} | 1 | 1 | 0 | 0 | {result.struck}" in table([result])
     assert list(tmp_path.iterdir()) == []
 
 
