@@ -464,6 +464,19 @@ def test_a_version_that_waits_is_offered_to_a_receiver_that_joins():
             assert list(threads.map(WeightReceiver.receive, (first, late))) == [1, 1]
 
 
+@pytest.mark.parametrize("other", [{"bucket": 512}, {"world_size": 3}, {"rank": 2}])
+def test_senders_that_do_not_belong_together_are_refused(other):
+    address = free_address()
+    options = {"rank": 1, "world_size": 2, "bucket": 256} | other
+    message = r"has \(world_size, bucket\) = .*; give all senders the same"
+    with (
+        sender(0, state(1), address, 1, 5),
+        WeightSender(state(1), address, timeout=5, **options) as odd,
+        pytest.raises(RuntimeError, match=message),
+    ):
+        odd.send(1)
+
+
 def test_versions_that_differ_are_refused():
     address = free_address()
     with (

@@ -281,6 +281,13 @@ def test_adapters_of_other_kinds_are_named(wrong):
         describe(model, str, None, merge=True)
 
 
+def test_adapters_on_quantised_weights_are_named():
+    model = adapted()
+    model.q.base_layer.weight = nn.Parameter(torch.zeros(8, 8, dtype=torch.uint8), requires_grad=False)
+    with pytest.raises(ValueError, match="'q': its adapter is not a product of two matrices"):
+        describe(model, str, None, merge=True)
+
+
 SIZE, BUCKET = 64 << 20, 4 << 20  # bytes
 
 

@@ -9,8 +9,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-__all__ = ["Factors", "merged"]
-
 Factors = tuple[torch.Tensor, torch.Tensor]
 """Two whole matrices, which are small, whose product is added to a weight."""
 

@@ -11,9 +11,6 @@ import torch
 
 from shardkit.core.parameters.region import Run
 
-__all__ = ["Box", "Held", "Piece", "Wanted", "cut", "decode", "dtype_named", "encode", "intersection", "name_of"]
-__all__ += ["numel"]
-
 _T = TypeVar("_T")
 
 Box = tuple[Run, ...]

@@ -30,8 +30,6 @@ from shardkit.weights.boxes import Held, Wanted, decode, encode
 from shardkit.weights.plan import Provided, plan
 from shardkit.weights.wire import Connection, Message, News
 
-__all__ = ["Coordinator"]
-
 
 @dataclass(eq=False)
 class _Sender:
@@ -95,7 +93,7 @@ class Coordinator:
             hello = await connection.hear(self._timeout)
             place = {"id": str(hello["id"]), "host": str(hello["host"]), "port": int(hello["port"])}
             if hello["as"] == "sender":
-                await self._serve_sender(_Sender(place, connection), int(hello["rank"]), int(hello["world_size"]))
+                await self._serve_sender(_Sender(place, connection), hello)
             else:
                 wants = tuple(decode(Wanted, hello["wants"]))
                 turn = self._turns.setdefault(wants, len(self._turns))
@@ -126,10 +124,18 @@ class Coordinator:
 
     # -- peers
 
-    async def _serve_sender(self, sender: _Sender, rank: int, world_size: int) -> None:
-        if world_size != self._world_size or not 0 <= rank < world_size:
-            reason = f"sender {rank} of {world_size} does not belong to the {self._world_size} senders of sender 0"
-            await self._say(sender.connection, {"op": "refused", "reason": f"{reason}; give all the same world_size"})
+    async def _serve_sender(self, sender: _Sender, hello: Message) -> None:
+        rank, seen, expected = (
+            int(hello["rank"]),
+            (hello["world_size"], hello["bucket"]),
+            (self._world_size, self._bucket),
+        )
+        if seen != expected or not 0 <= rank < self._world_size:
+            reason = (
+                f"sender {rank} has (world_size, bucket) = {seen}, sender 0 has {expected}; give all senders the same, "
+                "and ranks below world_size"
+            )
+            await self._say(sender.connection, {"op": "refused", "reason": reason})
             return
         if rank in self._senders:
             self._lose(rank, self._senders[rank], "another process has taken its place")

@@ -18,8 +18,6 @@ import torch
 from shardkit.weights.boxes import Box, Piece
 from shardkit.weights.packing import Source, bytes_of, holding
 
-__all__ = ["Changed", "apply", "changes", "update"]
-
 Changed = dict[tuple[str, Box], npt.NDArray[np.uint8]]
 """Which elements of a sender's parts have changed: a bit for each."""
 

@@ -19,8 +19,6 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 from shardkit.weights.shared import this_host
 from shardkit.weights.wire import Message
 
-__all__ = ["Link", "link_by", "link_to", "place_of"]
-
 _HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 

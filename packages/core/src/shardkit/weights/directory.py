@@ -15,8 +15,6 @@ from shardkit.core.checkpoint.safetensors_files import SafetensorsLayout
 from shardkit.weights.receiver import WeightReceiver
 from shardkit.weights.targets import Target
 
-__all__ = ["DirectoryReceiver"]
-
 _PARTIAL = ".incomplete"
 
 

@@ -12,8 +12,6 @@ from shardkit.core.checkpoint.plan import boxes_of
 from shardkit.weights.adapters import Factors, merged
 from shardkit.weights.boxes import Box, Held, Piece, intersection
 
-__all__ = ["Names", "Source", "Values", "bytes_of", "describe", "holding", "pack", "unpack"]
-
 
 class Values(NamedTuple):
     """The values of a box of a tensor; with `factors`, those of the whole tensor, their product is added."""

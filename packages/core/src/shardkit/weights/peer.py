@@ -9,8 +9,6 @@ from typing import Self
 
 from shardkit.weights.wire import Connection, IOThread, Message, News, call, listen, parse, secret_for, serve
 
-__all__ = ["Peer"]
-
 _RETRY = 0.1  # seconds
 
 

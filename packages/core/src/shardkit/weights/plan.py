@@ -23,8 +23,6 @@ import torch
 
 from shardkit.weights.boxes import Box, Held, Piece, Wanted, intersection, numel
 
-__all__ = ["BUCKET", "Provided", "Runs", "buckets", "plan"]
-
 BUCKET = 64 << 20
 """Bytes that are packed and sent at a time."""
 

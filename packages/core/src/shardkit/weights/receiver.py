@@ -26,8 +26,6 @@ from shardkit.weights.streams import Bucket, Buckets, Inlet, Outlet
 from shardkit.weights.targets import Target
 from shardkit.weights.wire import Connection, Message
 
-__all__ = ["SendersClosed", "WeightReceiver"]
-
 
 class SendersClosed(ConnectionError):
     """The senders have closed; nothing more comes from them.

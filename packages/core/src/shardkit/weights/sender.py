@@ -23,8 +23,6 @@ from shardkit.weights.plan import BUCKET, Runs, buckets
 from shardkit.weights.streams import Bucket, Buckets, Outlet
 from shardkit.weights.wire import Connection, Message, listen, serve
 
-__all__ = ["Report", "Sending", "WeightSender"]
-
 
 @dataclass(frozen=True)
 class Report:
@@ -111,9 +109,10 @@ class WeightSender(Peer):
         in_group = dist.is_available() and dist.is_initialized()
         self.rank = rank if rank is not None else dist.get_rank() if in_group else 0
         world_size = world_size if world_size is not None else dist.get_world_size() if in_group else 1
-        self._hello = {"as": "sender", "id": f"sender {self.rank}", "rank": self.rank, "world_size": world_size}
         self._model, self._names, self._dtype = model, names, dtype
         self._bucket = max(bucket, 16)  # the largest element
+        self._hello = {"as": "sender", "id": f"sender {self.rank}", "rank": self.rank}
+        self._hello |= {"world_size": world_size, "bucket": self._bucket}
         self._delta, self._merge = delta, merge_adapters
         self._told: list[Held] | None = None
         self._serving: _Version | None = None

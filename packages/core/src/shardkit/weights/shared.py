@@ -15,8 +15,6 @@ from shardkit.core.runtime.shared.segment import Mapping as Mapped
 from shardkit.core.runtime.shared.segment import NoSharedMemoryError, Segment, aligned
 from shardkit.weights.wire import Message
 
-__all__ = ["SharedStaging", "Staging", "this_host"]
-
 _PATH = re.compile(r"/proc/\d+/fd/\d+")
 
 

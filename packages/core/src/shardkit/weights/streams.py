@@ -20,8 +20,6 @@ from shardkit.weights.packing import bytes_of
 from shardkit.weights.shared import SharedStaging
 from shardkit.weights.wire import Connection, Message, call
 
-__all__ = ["Bucket", "Buckets", "Inlet", "Outlet"]
-
 Ready = Callable[[int], Awaitable[None]]
 Packed = Callable[[int, "Bucket"], Awaitable[tuple[Message, torch.Tensor | None]]]
 

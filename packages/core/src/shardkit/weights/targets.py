@@ -13,8 +13,6 @@ from shardkit.core.checkpoint.plan import boxes_of
 from shardkit.core.parameters.region import Region
 from shardkit.weights.boxes import Wanted
 
-__all__ = ["Cut", "Experts", "Part", "Rule", "Stack", "Target", "targets_for", "targets_of"]
-
 
 @dataclass(frozen=True)
 class Target:

@@ -31,8 +31,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-__all__ = ["Connection", "IOThread", "Message", "News", "call", "listen", "parse", "secret_for", "serve"]
-
 Message = dict[str, Any]
 _T = TypeVar("_T")
 
