@@ -1,4 +1,4 @@
-"""Checkpoints against stock's, in one run and in turn: `python -m benchmarks.checkpoints [--what PART ...]`.
+"""Checkpoints against stock's, in one run and in turn: `python -m benchmarks.checkpoints`.
 
 A GPT of 34 M parameters with AdamW on two ranks, sharded by shardkit for both, so that both save the same tensors.
 """
@@ -82,8 +82,11 @@ def _one_round(
     return found
 
 
-def memory(rank: int, world_size: int, path: Path) -> dict[str, float]:
-    """Bytes held at most during an asynchronous save, beyond those before, staging memory included."""
+def memory(rank: int, world_size: int, path: Path, ours: bool) -> tuple[int, int]:
+    """Bytes of the sharded state, and those held at most during an asynchronous save beyond what was held before.
+
+    Staging memory is included. Of ours, or of stock's `async_save`.
+    """
     warnings.simplefilter("ignore")
     model, optimizer = build(world_size)
     state = TrainingState(model, optimizer)
@@ -91,29 +94,23 @@ def memory(rank: int, world_size: int, path: Path) -> dict[str, float]:
         value.to_local().nbytes if isinstance(value, DTensor) else value.nbytes
         for value in [*model.state_dict().values(), *(v for one in optimizer.state.values() for v in one.values())]
     )
-    with CheckpointManager(path / "warm") as small:  # imports, and objects made on first use
-        small.save(0, TrainingState(torch.nn.Linear(1, 1)))
-    gc.collect()
+    # Imports, and objects made on first use.
+    if ours:
+        with CheckpointManager(path / "warm") as small:
+            small.save(0, TrainingState(torch.nn.Linear(1, 1)))
+    else:
+        dcp.async_save({"x": torch.ones(1)}, checkpoint_id=path / "warm").result()
     manager = CheckpointManager(path / "ours")
-    meter = MemoryMeter(torch.device("cpu"))
+    gc.collect()
 
     def save() -> None:
-        manager.save(1, state)
-        manager.wait()
+        if ours:
+            manager.save(1, state)
+            manager.wait()
+        else:
+            dcp.async_save(state_of(model, optimizer), checkpoint_id=path / "stock").result()
 
-    ours = meter.held_during(save) or 0
-    return {"sharded state": sharded, "ours": ours}
-
-
-def stock_memory(rank: int, world_size: int, path: Path) -> dict[str, float]:
-    """The same for stock's async_save."""
-    warnings.simplefilter("ignore")
-    model, optimizer = build(world_size)
-    dcp.async_save({"x": torch.ones(1)}, checkpoint_id=path / "warm").result()
-    gc.collect()
-    meter = MemoryMeter(torch.device("cpu"))
-    held = meter.held_during(lambda: dcp.async_save(state_of(model, optimizer), checkpoint_id=path / "stock").result())
-    return {"stock": held or 0}
+    return sharded, MemoryMeter(torch.device("cpu")).held_during(save) or 0
 
 
 def loading(rank: int, world_size: int, path: Path, rounds: int) -> Seconds:
@@ -150,11 +147,11 @@ def report_saving(path: Path, rounds: int) -> None:
 
 
 def report_memory(path: Path) -> None:
-    ours = run_ranks(2, memory, path, timeout=120.0, isolated=True)[0]
-    stock = run_ranks(2, stock_memory, path, timeout=120.0, isolated=True)[0]
-    size = ours["sharded state"]
+    (size, ours), (_, stock) = (
+        run_ranks(2, memory, path, one, timeout=120.0, isolated=True)[0] for one in (True, False)
+    )
     print(f"sharded state of a rank: {size / 2**20:.0f} MiB; extra memory during an async save / that:")
-    print(f"  ours {ours['ours'] / size:.2f}, stock {stock['stock'] / size:.2f}")
+    print(f"  ours {ours / size:.2f}, stock {stock / size:.2f}")
 
 
 def report_loading(path: Path, rounds: int, worlds: list[int]) -> None:
@@ -168,17 +165,13 @@ def report_loading(path: Path, rounds: int, worlds: list[int]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--what", nargs="+", default=["saving", "memory", "loading"])
     parser.add_argument("--worlds", nargs="+", type=int, default=[1, 2, 4], help="ranks that load")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="checkpoints-") as name:
         path = Path(name)
-        if "saving" in options.what:
-            report_saving(path, options.rounds)
-        if "memory" in options.what:
-            report_memory(path)
-        if "loading" in options.what:
-            report_loading(path, options.rounds, options.worlds)
+        report_saving(path, options.rounds)
+        report_memory(path)
+        report_loading(path, options.rounds, options.worlds)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     python benchmarks/compare.py                                    every configuration of benchmarks/METHOD.md
     python benchmarks/compare.py --model gpt-34m --world-size 2     one of them
-    python benchmarks/compare.py --model deep-narrow --world-size 1 --profile /tmp/profiles --json out.json
+    python benchmarks/compare.py --save                             and the results are kept in benchmarks/results
     python benchmarks/compare.py --model gpt-6m --world-size 4 --optimizer muon --systems shardkit,fsdp2,alone
     sudo python benchmarks/compare.py --model gpt-6m --world-size 4 --link 1gbit --systems shardkit,fsdp2
 
@@ -21,12 +21,13 @@ import torch
 from side_by_side.crew import CrewFailure
 from side_by_side.link import RATES, NoLink
 from side_by_side.ratios import Row, rows_of
-from side_by_side.run import Disagreement, Measured, Settings, compare
+from side_by_side.run import Disagreement, Settings, compare
 from side_by_side.surroundings import load, surroundings
 from side_by_side.systems import COMPARED, ON_GPUS, SYSTEMS, imbalance
 from side_by_side.table import absolute_table, ratio_table
 from side_by_side.workloads import OPTIMIZERS, WORKLOADS
 
+RESULTS = Path(__file__).parent / "results" / "compare"
 # Workloads and world sizes that are compared if none is given, by optimizer.
 CONFIGURATIONS = {
     "adamw": [
@@ -45,7 +46,7 @@ def main() -> int:
         if args.device == "cuda" and world_size > (gpus := torch.cuda.device_count()):
             print(f"{workload}: skipped, as NCCL needs a GPU for each of {world_size} ranks; there are {gpus}")
             continue
-        how = {name: getattr(args, name) for name in ("device", "rounds", "steps", "warmup", "profile")}
+        how = {name: getattr(args, name) for name in ("device", "rounds", "steps", "warmup")}
         try:
             settings = Settings(
                 workload, world_size, tuple(args.systems), **how, optimizer=args.optimizer, link=args.link
@@ -57,7 +58,17 @@ def main() -> int:
         if args.json is not None:
             args.json.parent.mkdir(parents=True, exist_ok=True)
             args.json.write_text(json.dumps({"runs": runs}, indent=1) + "\n")
+        if args.save:
+            _save(runs[-1])
     return 0 if runs else 1
+
+
+def _save(run: dict[str, Any]) -> None:
+    """Writes a run to the one file of its configuration, in place of the run before; git keeps the history."""
+    settings = run["settings"]
+    configuration = [settings["workload"], settings["world_size"], settings["device"], settings["systems"][0]]
+    configuration += [settings[name] for name in ("optimizer", "link") if settings[name] not in ("adamw", None)]
+    (RESULTS / f"{'_'.join(map(str, configuration))}.json").write_text(json.dumps(run, indent=1) + "\n")
 
 
 def _run(settings: Settings) -> dict[str, Any]:
@@ -70,7 +81,7 @@ def _run(settings: Settings) -> dict[str, Any]:
         "surroundings": facts,
         "settings": dataclasses.asdict(settings),
         "rows": [dataclasses.asdict(row) for row in rows],
-        "measured": {name: _as_json(one) for name, one in measured.items()},
+        "measured": {name: dataclasses.asdict(one) for name, one in measured.items()},
     }
 
 
@@ -84,10 +95,6 @@ def _print(settings: Settings, facts: dict[str, Any], rows: list[Row]) -> None:
     if settings.optimizer == "muon":
         print(f"\nowned matrices: largest load over the mean {imbalance(settings.workload, settings.world_size):.3f}")
     sys.stdout.flush()
-
-
-def _as_json(measured: Measured) -> dict[str, Any]:
-    return dataclasses.asdict(measured)
 
 
 def _configurations(args: argparse.Namespace) -> list[tuple[str, int]]:
@@ -117,9 +124,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=3, help="steps timed in a turn (3)")
     parser.add_argument("--warmup", type=int, default=2, help="turns before anything counts (2)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured")
-    parser.add_argument(
-        "--profile", metavar="DIR", help="afterwards, write a cProfile of rank 0 of each system, on GPUs also a trace"
-    )
+    parser.add_argument("--save", action="store_true", help="keep each run in benchmarks/results/compare")
     args = parser.parse_args()
     if args.systems is None:
         args.systems = list(COMPARED if args.device == "cpu" else ON_GPUS)

@@ -2,7 +2,6 @@
 
     python benchmarks/scale.py                                     8 to 16,384 ranks of 32 groups
     python benchmarks/scale.py --ranks 2 --groups 100 1000         the number of groups
-    python benchmarks/scale.py --rows 16                           parameters that most ranks hold nothing of
     python benchmarks/scale.py --ranks 2 --groups 1000 --budget 0.5
 
 This process is rank 0 of torch's `fake` process group of any size, and every configuration has a process of its own.
@@ -32,7 +31,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardkit.core
 
-PARAMETERS = 9
+PARAMETERS, ROWS = 9, 16384
+TURNS, MODELS = 7, 3
+"""Later steps, and models of each system with a first step; the median of each counts."""
 _COLLECTIVES = (
     "all_gather_single",
     "reduce_scatter_single",
@@ -47,14 +48,11 @@ _COLLECTIVES = (
 
 @dataclass(frozen=True)
 class Configuration:
-    """`rows` of each parameter; `budget`: the part of all unsharded bytes that a third system may hold, or None."""
+    """`budget`: the part of all unsharded bytes that a third system may hold, or None."""
 
     ranks: int
     groups: int
-    rows: int
     budget: float | None = None
-    turns: int = 7
-    models: int = 3
 
 
 @dataclass(frozen=True)
@@ -65,15 +63,14 @@ class Cost:
     first: float
     later: float
     bytes_each: float
-    objects_each: float
 
 
 class Scales(nn.Module):
     """A group that does almost nothing with its parameters."""
 
-    def __init__(self, rows: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.scales = nn.ParameterList(nn.Parameter(torch.ones(rows)) for _ in range(PARAMETERS))
+        self.scales = nn.ParameterList(nn.Parameter(torch.ones(ROWS)) for _ in range(PARAMETERS))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for scale in self.scales:
@@ -116,8 +113,8 @@ class HostClock:
 class Trainer:
     def __init__(self, library: Any, configuration: Configuration, mesh: Any, clock: HostClock) -> None:
         self._clock = clock
-        self._x = torch.ones(configuration.rows, requires_grad=True)
-        self._model: Any = nn.Sequential(*(Scales(configuration.rows) for _ in range(configuration.groups)))
+        self._x = torch.ones(ROWS, requires_grad=True)
+        self._model: Any = nn.Sequential(*(Scales() for _ in range(configuration.groups)))
         policy = library.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         began = clock.now()
         for group in self._model:
@@ -158,19 +155,19 @@ def measure(configuration: Configuration) -> dict[str, Cost]:
     with clock.without_collectives():
         taken = {name: _taken(make, configuration) for name, make in makers.items()}
         begun: dict[str, list[tuple[float, float]]] = {name: [] for name in makers}
-        for _ in range(configuration.models):
+        for _ in range(MODELS):
             trainers: dict[str, Trainer] = {}  # those of the turn before go
             for name, make in makers.items():
                 trainers[name], first = _begun(make)
                 begun[name].append((trainers[name].sharding, first))
         gc.collect()
         gc.freeze()
-        turns = [{name: trainer.step() for name, trainer in trainers.items()} for _ in range(configuration.turns)]
+        turns = [{name: trainer.step() for name, trainer in trainers.items()} for _ in range(TURNS)]
     dist.destroy_process_group()
     costs = {}
     for name in makers:
         sharding, first = (median(seconds) for seconds in zip(*begun[name], strict=True))
-        costs[name] = Cost(sharding, first, median(turn[name] for turn in turns), *taken[name])
+        costs[name] = Cost(sharding, first, median(turn[name] for turn in turns), taken[name])
     return costs
 
 
@@ -191,16 +188,15 @@ def _begun(make: Callable[[], Trainer]) -> tuple[Trainer, float]:
 
 def _with_budget(configuration: Configuration, mesh: Any, clock: HostClock) -> Trainer:
     trainer = Trainer(shardkit.core, configuration, mesh, clock)
-    group = 2 * PARAMETERS * configuration.rows  # bf16
+    group = 2 * PARAMETERS * ROWS  # bf16
     assert configuration.budget is not None
     trainer.set_budget(int(configuration.budget * configuration.groups * group) + 3 * group)
     return trainer
 
 
-def _taken(make: Callable[[], Trainer], configuration: Configuration) -> tuple[float, float]:
-    """Bytes and objects of Python's for each parameter, after two steps."""
+def _taken(make: Callable[[], Trainer], configuration: Configuration) -> float:
+    """Bytes of Python's objects for each parameter, after two steps."""
     gc.collect()
-    before = len(gc.get_objects())
     tracemalloc.start()
     trainer = make()
     trainer.step()
@@ -208,23 +204,19 @@ def _taken(make: Callable[[], Trainer], configuration: Configuration) -> tuple[f
     gc.collect()
     nbytes, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    count = configuration.groups * PARAMETERS
-    return nbytes / count, (len(gc.get_objects()) - before) / count
+    return nbytes / (configuration.groups * PARAMETERS)
 
 
 def table(results: list[tuple[Configuration, dict[str, Cost]]]) -> str:
-    columns = (
-        "ranks | groups | rows | system | sharding, s | first step, s | later step, s | a group, ms | / stock"
-        " | bytes / parameter | objects / parameter"
-    )
-    lines = [f"| {columns} |", "|" + "---|" * 11]
+    columns = "ranks | groups | system | sharding, s | first step, s | later step, s | a group, ms | / stock"
+    lines = [f"| {columns} | bytes / parameter |", "|" + "---|" * 9]
     for one, costs in results:
         for name, cost in costs.items():
             ratio = cost.later / costs["stock"].later
             lines.append(
-                f"| {one.ranks} | {one.groups} | {one.rows} | {name} | {cost.sharding:.3f} | {cost.first:.3f} "
+                f"| {one.ranks} | {one.groups} | {name} | {cost.sharding:.3f} | {cost.first:.3f} "
                 f"| {cost.later:.3f} | {cost.later / one.groups * 1e3:.2f} | {ratio:.2f} "
-                f"| {cost.bytes_each:.0f} | {cost.objects_each:.1f} |"
+                f"| {cost.bytes_each:.0f} |"
             )
     return "\n".join(lines)
 
@@ -239,7 +231,7 @@ def main() -> int:
     results = []
     for ranks in args.ranks:
         for groups in args.groups:
-            one = Configuration(ranks, groups, args.rows, args.budget, args.turns, args.models)
+            one = Configuration(ranks, groups, args.budget)
             command = [sys.executable, __file__, "--one", json.dumps(asdict(one))]
             done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
             answer = json.loads(done.stdout.splitlines()[-1])
@@ -258,10 +250,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 1024, 8192, 16384])
     parser.add_argument("--groups", type=int, nargs="+", default=[32])
-    parser.add_argument("--rows", type=int, default=16384, help="of each parameter; a rank holds rows / ranks (16384)")
     parser.add_argument("--budget", type=float, help="also a prefetch budget of this part of all unsharded bytes")
-    parser.add_argument("--turns", type=int, default=7, help="later steps, of which the median counts (7)")
-    parser.add_argument("--models", type=int, default=3, help="of each system, whose median first step counts (3)")
     parser.add_argument("--json", type=Path, help="also write the figures to this file, such as results/scale.json")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     return parser.parse_args()

@@ -20,14 +20,14 @@ from torch.multiprocessing.spawn import spawn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from side_by_side.saved import RESULTS
 from side_by_side.surroundings import surroundings
 from side_by_side.systems import SYSTEMS, Place, optimizers_for
 from side_by_side.workloads import WORKLOADS
 
 from tests.tools.measured import Meter
 
-SAVED = RESULTS.parent / "tensors.json"
+RESULTS = Path(__file__).parent / "results"
+SAVED = RESULTS / "tensors.json"
 STEPS = 3
 
 
@@ -72,7 +72,7 @@ def main() -> None:
     of = {(run["workload"], run["world_size"]): run for run in saved}
     wanted = [(options.model, options.world_size)]
     if options.model is None:
-        settings = [json.loads(path.read_text())["settings"] for path in sorted(RESULTS.glob("*.json"))]
+        settings = [json.loads(path.read_text())["settings"] for path in sorted((RESULTS / "compare").glob("*.json"))]
         wanted = [(one["workload"], one["world_size"]) for one in settings if one.get("link") is None]
     for workload, world_size in wanted:
         peaks = {system: measure(system, workload, world_size) for system in ("shardkit", "fsdp2")}

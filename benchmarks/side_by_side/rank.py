@@ -1,8 +1,6 @@
 """One rank process of one system. It obeys one request after the other and sleeps in between, blocked on its pipe."""
 
-import cProfile
 import os
-import pstats
 import time
 import traceback
 import warnings
@@ -18,7 +16,7 @@ import torch.distributed as dist
 from side_by_side.link import Side
 from side_by_side.memory import MemoryMeter
 from side_by_side.systems import SYSTEMS, Place, optimizers_for
-from side_by_side.traffic import c10d_calls, shardkit_events, socket_bytes
+from side_by_side.traffic import c10d_calls, socket_bytes
 from side_by_side.workloads import WORKLOADS
 
 _BATCHES = 4
@@ -124,34 +122,7 @@ class Trainer:
             counts["held"] = held
         self._meet()
         counts["calls"] = c10d_calls(self._step)
-        if self.assignment.system == "shardkit":
-            with shardkit_events() as counted:
-                self._step()
-            counts["events"] = counted
         return counts
-
-    def profile(self, steps: int, directory: str) -> None:
-        """Run `steps` steps under cProfile; rank 0 writes `<system>.prof` and `<system>.txt`.
-
-        On a GPU it runs as many again under torch's profiler, and rank 0 writes `<system>.json`, a trace for Chrome.
-        """
-        self._meet()
-        profiler = cProfile.Profile(time.process_time)
-        for _ in range(steps):
-            profiler.runcall(self._step)
-        if self.assignment.rank == 0:
-            os.makedirs(directory, exist_ok=True)  # noqa: PTH103
-            path = os.path.join(directory, self.assignment.system)  # noqa: PTH118 (a prefix, not a path)
-            profiler.dump_stats(f"{path}.prof")
-            with open(f"{path}.txt", "w") as file:  # noqa: PTH123
-                for order in ("tottime", "cumulative"):
-                    pstats.Stats(f"{path}.prof", stream=file).strip_dirs().sort_stats(order).print_stats(60)
-        if self.device.type != "cpu":
-            with torch.profiler.profile() as trace:
-                for _ in range(steps):
-                    self._step()
-            if self.assignment.rank == 0:
-                trace.export_chrome_trace(os.path.join(directory, f"{self.assignment.system}.json"))  # noqa: PTH118
 
     def _held(self) -> int | None:
         if self.device.type == "cuda":

@@ -49,8 +49,6 @@ def rows_of(measured: dict[str, Measured], device: str) -> list[Row]:
         rows.append(_hooks(measured, device))
     for kind in next(iter(measured.values())).peaks:
         rows.append(_single(f"peak_{kind}", f"peak {kind} memory", _MIB, measured, lambda one, k=kind: one.peaks[k]))
-        label = f"  with building and first steps ({kind})"
-        rows.append(_single(f"build_{kind}", label, _MIB, measured, lambda one, k=kind: one.build_peaks[k]))
     if all("held" in one.traffic for one in measured.values()):
         label = "peak memory, shared pages by shares"
         rows.append(_single("held", label, _MIB, measured, lambda one: one.traffic["held"]))

@@ -26,7 +26,7 @@ class Disagreement(RuntimeError):
 
 @dataclass(frozen=True)
 class Settings:
-    """A comparison. `steps` are timed in each of `rounds` turns; `profile`: a directory for profiles, or None.
+    """A comparison. `steps` are timed in each of `rounds` turns.
 
     `link`: the rate of a link between two halves of the ranks, or None for the loopback interface.
     """
@@ -38,7 +38,6 @@ class Settings:
     rounds: int = 7
     steps: int = 3
     warmup: int = 2
-    profile: str | None = None
     optimizer: str = "adamw"
     link: str | None = None
 
@@ -61,12 +60,11 @@ class Measured:
 
     `rounds` holds one entry for each turn: of `step` and the optimizer the slowest rank's, of everything else the mean
     over the ranks.
-    `build_peaks` covers building and the first steps, `peaks` the steps after them; bytes, largest over the ranks.
+    `peaks` covers the steps that are timed; bytes, largest over the ranks.
     """
 
     agreement: list[Agreement]
     rounds: list[Times]
-    build_peaks: dict[str, int]
     peaks: dict[str, int]
     traffic: dict[str, Any]
 
@@ -81,7 +79,6 @@ def compare(settings: Settings, say: Say) -> dict[str, Measured]:
     ):
         agreements = {crew.system: crew.ask("first_steps", CHECKED_STEPS) for crew in crews}
         say(check(agreements, settings))
-        build_peaks = {crew.system: _largest(crew.ask("peaks")) for crew in crews}
         for _ in range(settings.warmup):
             for crew in crews:
                 crew.ask("turn", settings.steps)
@@ -90,13 +87,7 @@ def compare(settings: Settings, say: Say) -> dict[str, Measured]:
         rounds = _take_turns(crews, settings, say)
         peaks = {crew.system: _largest(crew.ask("peaks")) for crew in crews}
         traffic = {crew.system: _per_rank(crew.ask("traffic")) for crew in crews}
-        if settings.profile is not None:
-            for crew in crews:
-                crew.ask("profile", 3 * settings.steps, settings.profile)
-    return {
-        name: Measured(agreements[name], rounds[name], build_peaks[name], peaks[name], traffic[name])
-        for name in settings.systems
-    }
+    return {name: Measured(agreements[name], rounds[name], peaks[name], traffic[name]) for name in settings.systems}
 
 
 def check(agreements: dict[str, list[Agreement]], settings: Settings) -> str:

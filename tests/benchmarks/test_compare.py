@@ -2,7 +2,6 @@
 
 import json
 import os
-import runpy
 import shutil
 import subprocess
 import sys
@@ -10,7 +9,6 @@ from pathlib import Path
 from statistics import median
 
 import pytest
-import torch
 
 COMPARE = Path(__file__).parents[2] / "benchmarks" / "compare.py"
 SYSTEMS = ["shardkit", "fsdp2", "alone"]
@@ -35,7 +33,6 @@ def test_tiny_comparison(tmp_path):
 
     assert measured["alone"]["traffic"]["calls"] == {}
     assert sum(measured["fsdp2"]["traffic"]["calls"].values()) > 0
-    assert measured["shardkit"]["traffic"]["events"]["gather_wire_bytes"] > 0  # through memory: no call of c10d
     for name in ("shardkit", "fsdp2"):
         for rank in measured[name]["agreement"]:
             assert rank["grad_norm"] > 0
@@ -60,19 +57,3 @@ def test_muon_over_a_link(tmp_path):
     assert 0 < ours["socket_bytes"] < theirs["socket_bytes"]
     left = subprocess.run(["ip", "netns", "list"], check=True, capture_output=True, text=True).stdout
     assert f"compare{process.pid}" not in left
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, so it would be measured")
-def test_what_cannot_be_compared(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.syspath_prepend(COMPARE.parent)
-    of_two, on_gpus = ["--model=tiny", "--world-size=2"], "NCCL needs a GPU for each of 2 ranks; there are 0"
-    for options, said in (
-        ([*of_two, "--optimizer=muon"], "leave fsdp1 out of --systems"),
-        ([*of_two, "--device=cuda"], f"tiny: skipped, as {on_gpus}"),
-        (["--device=cuda"], "deep-narrow: skipped"),
-    ):
-        monkeypatch.setattr(sys, "argv", ["compare.py", *options])
-        with pytest.raises(SystemExit) as ended:
-            runpy.run_path(str(COMPARE), run_name="__main__")
-        told = capsys.readouterr()
-        assert ended.value.code == 1 and said in told.out + told.err
