@@ -65,36 +65,3 @@ def test_the_readme_is_a_screen_and_a_half():
     assert quick_start.code.count("\n") <= 30
     before, _, rest = readme.read_text().partition(BEGIN)
     assert before.count("\n") + rest.partition(END)[2].count("\n") <= 108
-
-
-def test_the_output_on_a_page_is_compared(tmp_path: Path):
-    page = tmp_path / "page.md"
-    page.write_text(
-        "```bash\nrun\n```\nIt prints:\n"
-        "```text\nrank 0: 2 of 4\nrank 1:  2 of 4\n...\nloss 1.000 in 2.5e-03 after 4 s\n```\n"
-        "```bash\nquiet\n```\n```\nnot its output\n```\n"
-        "<!-- not run: there is no cluster -->\n```bash\n```\n```text\nx\n```\n"
-    )
-    first, *others = blocks(page)
-    assert first.missing("rank 1: 2 of 4\nwarning\nrank 0: 2 of 4\nloss 1.005 in 2.49e-03 after 7 s\n") == []
-    assert first.missing("rank 1: 2 of 4\nloss 1.02 in 2.5e-03 after 4 s\n") == [
-        "rank 0: 2 of 4",
-        "loss 1.000 in 2.5e-03 after 4 s",
-    ]
-    assert first.missing("rank 0: 3 of 4\nrank 1: 2 of 4\nloss 1.0 in 2.5e-03 after 4 s\n") == ["rank 0: 2 of 4"]
-    assert [block.output for block in others] == ["", ""]
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("```python3\nx = 1\n```\n", "a block of 'python3'"),
-        ("```python\nx = 1\n", "1 lines are fences, but 0 blocks"),
-        ("<!-- proceses: 2 -->\n```python\nx = 1\n```\n", "proceses"),
-    ],
-)
-def test_a_block_that_would_not_be_run_is_refused(tmp_path: Path, text: str, message: str):
-    page = tmp_path / "page.md"
-    page.write_text(text)
-    with pytest.raises(ValueError, match=message):
-        blocks(page)

@@ -3,11 +3,9 @@
 Each wheel gets a virtual environment with the wheel, its declared siblings and its declared dependencies. Only torch
 and its requirements are shared with the interpreter that runs this, by links, as installing them takes minutes;
 everything else comes from the package index. On other Pythons that the classifiers name, and that are there, the wheels
-are installed without their dependencies and compiled; with ``--dependencies`` they are installed with torch, some
-gigabytes, and tried like the others. Run with ``hatch run wheels``.
+are installed without their dependencies and compiled. Run with ``hatch run wheels``.
 """
 
-import argparse
 import re
 import shutil
 import subprocess
@@ -85,11 +83,6 @@ def try_wheel(package: Package, wheels: Path, directory: Path) -> None:
     pip = [sys.executable, "-m", "pip", "--python", python]
     run(*pip, "install", "-q", "--find-links", wheels, f"{package.distribution}=={built_version(package, wheels)}")
     run(*pip, "check")
-    use(package, python, directory)
-
-
-def use(package: Package, python: Path, directory: Path) -> None:
-    """Import all of an installed package and run its README's examples."""
     run(python, "-I", "-c", _IMPORT_ALL, package.import_name, cwd=directory)
     for block in blocks(package.readme):
         if not block.runs or block.language != "python":
@@ -129,29 +122,12 @@ def try_python(python: str, wheels: Path, directory: Path) -> None:
     print(f"{python}: all wheels install and compile")
 
 
-def try_dependencies(python: str, wheels: Path, directory: Path) -> None:
-    """Install all wheels with their dependencies on another Python, import all of them, run their READMEs' examples."""
-    environment = directory / f"{python}-dependencies"
-    run(python, "-m", "venv", environment)
-    pip = [environment / "bin" / "python", "-m", "pip"]
-    run(*pip, "install", "-q", "--find-links", wheels, *sorted(wheels.glob("shardkit_*.whl")))
-    run(*pip, "check")
-    for package in packages():
-        place = environment / package.distribution
-        place.mkdir()
-        use(package, environment / "bin" / "python", place)
-    print(f"{python}: all wheels install with their dependencies, import and run their examples")
-
-
 def built_version(package: Package, wheels: Path) -> str:
     (wheel,) = wheels.glob(f"{package.distribution.replace('-', '_')}-*.whl")
     return wheel.name.split("-")[1]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dependencies", action="store_true", help="install torch on other Pythons, too")
-    with_dependencies = parser.parse_args().dependencies
     with tempfile.TemporaryDirectory(prefix="shardkit-wheels-") as name:
         directory = Path(name)
         for package in packages():
@@ -163,8 +139,6 @@ def main() -> None:
             print(f"{package.distribution}: its wheel installs, imports and runs its examples on its own")
         for python in other_pythons():
             try_python(python, directory / "wheels", directory)
-            if with_dependencies:
-                try_dependencies(python, directory / "wheels", directory)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 import sys
 from graphlib import CycleError, TopologicalSorter
-from pathlib import Path
 
 import pytest
 
@@ -12,32 +11,12 @@ CORE = "shardkit.core"
 
 # From the ground up: folders, and files beside them. A module may import from its own layer and from those before it.
 LAYERS: list[set[str]] = [
-    {
-        "digests",
-        "events",
-        "mesh",
-        "observers",
-        "policies",
-        "stock_names",
-        "tensors",
-        "torch_compat",
-        "version",
-    },
+    {"digests", "events", "mesh", "observers", "policies", "stock_names", "tensors", "torch_compat", "version"},
     {"runtime"},
     {"parameters"},
     {"optimizer_steps"},
     {"engine"},
-    {
-        "fully_shard",
-        "module",
-        "beyond",
-        "checkpoint",
-        "clip",
-        "materialize",
-        "metrics",
-        "optimizers",
-        "replicas",
-    },
+    {"fully_shard", "module", "beyond", "checkpoint", "clip", "materialize", "metrics", "optimizers", "replicas"},
     {"install"},
     {"__init__", "__main__"},
 ]
@@ -147,15 +126,3 @@ def test_only_declared_siblings_are_imported(package: Package):
         if entry.module.startswith("shardkit.")
     }
     assert imported - {package.import_name} <= SIBLINGS[package.import_name]
-
-
-def fake_source(directory: Path, module: str, text: str) -> Source:
-    path = directory / f"{module}.py"
-    path.write_text(text)
-    return Source(path, f"{CORE}.{module}")
-
-
-def test_an_upward_import_is_found(tmp_path: Path):
-    low = fake_source(tmp_path, "parameters.param", "def f():\n    from shardkit.core.engine.step import FSDPState\n")
-    high = fake_source(tmp_path, "engine.step", "from shardkit.core.parameters.param import f\n")
-    assert upward_imports([low, high]) == [f"{low}:2: imports shardkit.core.engine.step, which lies above it"]

@@ -30,22 +30,18 @@ def _wheel(directory: Path, **changed: str | None) -> Path:
     return path
 
 
-def test_a_whole_wheel_has_no_problem(tmp_path: Path):
-    assert RELEASE["wheel_problems"](_wheel(tmp_path), "0.1.0") == []
-
-
 @pytest.mark.parametrize(
     ("changed", "problem"),
     [
         ({"shardkit/core/py.typed": None}, "no shardkit/core/py.typed"),
         ({"shardkit_core-0.1.0.dist-info/licenses/LICENSE": None}, "licenses/LICENSE"),
         ({"tests/core/api/test_clip.py": ""}, "tests/core/api/test_clip.py is not part"),
-        ({"shardkit/core/test_clip.py": ""}, "test_clip.py is not part"),
         ({"shardkit_core-0.1.0.dist-info/METADATA": METADATA.replace("0.1.0", "0.2.0")}, "Version is '0.2.0'"),
         ({"shardkit_core-0.1.0.dist-info/METADATA": METADATA.replace("Text\n", "")}, "no description"),
     ],
 )
 def test_what_is_wrong_with_a_wheel(tmp_path: Path, changed: dict[str, str | None], problem: str):
+    assert RELEASE["wheel_problems"](_wheel(tmp_path), "0.1.0") == []
     (found,) = RELEASE["wheel_problems"](_wheel(tmp_path, **changed), "0.1.0")
     assert problem in found
 
