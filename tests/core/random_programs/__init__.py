@@ -6,6 +6,5 @@ training     its training loop, as a stream of events
 single       the gradients that one process gets
 ranks        the same under fully_shard, and its outcome
 strategies   how hypothesis draws programs
-reduction    smaller programs with the same outcome
 campaign     many programs; ``python -m tests.core.random_programs --count 20000 --seed 1``
 """

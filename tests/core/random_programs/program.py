@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 IN_PLACE_OPS = ("add_", "mul_", "tanh_", "zero_column_", "add_bias_")
 VIEW_OPS = ("view", "slice", "transpose", "flat_view", "expand")
@@ -211,71 +211,8 @@ def parameter_names(program: Program) -> list[str]:
     return [f"{path}.{name}" if path else name for path, block in blocks_of(program.root) for name in block.parameters]
 
 
-def normal(program: Program) -> Program:
-    """The program without references to missing blocks and parameters; its meaning stays the same."""
-    paths = dict(blocks_of(program.root))
-    root = _normal_block(program.root, "", paths)
-    names = set(parameter_names(replace(program, root=root)))
-    program = replace(program, root=root, ties=tuple(t for t in program.ties if set(t) <= names and t[0] != t[1]))
-    wraps, taken = [], set()
-    for wrap in program.policy.wraps:
-        left = tuple(path for path in dict.fromkeys(wrap.paths) if path in paths and path not in taken)
-        taken.update(left)
-        if left:
-            wraps.append(replace(wrap, paths=left))
-    owners = {name.rpartition(".")[0] for name in names}
-    if not all(any(is_below(owner, path) for path in taken) for owner in owners) or not taken:
-        wraps.append(Wrap(("",)))
-    acts_on = {path for wrap in wraps for path in wrap.paths}
-    policy = replace(program.policy, wraps=tuple(wraps))
-    if policy.late is not None and policy.late >= policy.world:
-        policy = replace(policy, late=policy.world - 1)
-    if policy.hsdp and policy.world != 4:
-        policy = replace(policy, hsdp=False)
-    if policy.depth is not None:
-        policy = replace(policy, budget=None)
-    if (policy.param_dtype or policy.reduce_dtype) and "" not in acts_on:
-        policy = replace(policy, param_dtype=None, reduce_dtype=None)
-    steps = tuple(_normal_step(step, acts_on, names) for step in program.steps)
-    return replace(program, policy=policy, steps=steps)
-
-
 def is_below(path: str, above: str) -> bool:
     return not above or path == above or path.startswith(above + ".")
-
-
-def _normal_block(block: Block, path: str, paths: dict[str, Block]) -> Block:
-    children = []
-    for child in block.blocks:
-        below = f"{path}.{child.name}" if path else child.name
-        if child.same:
-            # A module must not contain itself.
-            if child.same in paths and not is_below(path, child.same) and not is_below(child.same, below):
-                children.append(Block(child.name, same=child.same))
-        else:
-            children.append(_normal_block(child, below, paths))
-    names = {child.name for child in children}
-    ops = tuple(op for op in block.ops if not isinstance(op, Call) or op.name in names)
-    block = replace(block, ops=ops, blocks=tuple(children))
-    own = set(block.parameters)
-    return replace(
-        block,
-        frozen=tuple(name for name in block.frozen if name in own),
-        float32=tuple(name for name in block.float32 if name in own),
-    )
-
-
-def _normal_step(step: Step, wrapped: set[str], names: set[str]) -> Step:
-    fails = any(micro.fail for micro in step.micros)
-    synchronize = step.synchronize and not fails
-    micros = []
-    for index, micro in enumerate(step.micros):
-        before = tuple(act for act in micro.before if act.kind in FREE_ACTS or act.path in wrapped)
-        between = tuple(act for act in micro.between if act.kind in FREE_ACTS or act.path in wrapped)
-        sync = (micro.sync or fails or index == len(step.micros) - 1) and not synchronize
-        micros.append(replace(micro, before=before, between=between, sync=sync))
-    toggle = tuple(name for name in step.toggle if name in names)
-    return replace(step, micros=tuple(micros), toggle=toggle, synchronize=synchronize)
 
 
 FREE_ACTS = ("state_dict", "moved", "no_grad", "inference", "eval", "dropped")

@@ -9,7 +9,6 @@ import os
 import re
 import time
 import traceback
-import types
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,17 +17,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.fsdp as stock
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-import shardkit.core as ours
-from shardkit.core import events
+from shardkit.core import FSDPModule, MixedPrecisionPolicy, clip_grad_norm_, events, fully_shard
 from shardkit.core.engine.step import state_of
 from shardkit.core.runtime.shared.meeting import neighbours_of
-from tests.core.random_programs.blocks import DTYPES, Trap, WholeModel, add_hooks, build, toggle
-from tests.core.random_programs.program import Program, Wrap, is_below, normal
+from tests.core.random_programs.blocks import DTYPES, WholeModel, add_hooks, build, toggle
+from tests.core.random_programs.program import Program, Wrap, is_below
 from tests.core.random_programs.single import Expected, Run, SingleProcess, Unusable
 from tests.core.random_programs.training import (
     LARGEST_NORM,
@@ -46,7 +43,6 @@ from tests.core.random_programs.training import (
 )
 from tests.support import RankFailure, RankTimeout, run_ranks
 
-ENGINES: dict[str, types.ModuleType] = {"ours": ours, "stock": stock}
 _PATIENCE = timedelta(seconds=20)
 _LATE = 0.0005
 _GARBAGE = 1e12  # expected numbers are smaller, the pattern that new memory is filled with is larger
@@ -82,16 +78,14 @@ class Wrong(Exception):
     """Numbers or states that are not those of one process."""
 
 
-def run_programs(programs: list[Program], engine: str = "ours", timeout: float = 120.0) -> list[Outcome]:
+def run_programs(programs: list[Program], timeout: float = 120.0) -> list[Outcome]:
     """Run programs, all of the same number of ranks, and return the outcome of each."""
     world = programs[0].policy.world
     try:
-        seen = run_ranks(world, run_all, programs, engine, timeout=timeout)
+        seen = run_ranks(world, run_all, programs, timeout=timeout)
     except RankFailure as failure:
         if len(programs) > 1:
-            return [
-                outcome for program in programs for outcome in run_programs([program], engine, _PATIENCE.seconds * 2)
-            ]
+            return [run_programs([program], _PATIENCE.seconds * 2)[0] for program in programs]
         return [Outcome("hang" if isinstance(failure, RankTimeout) else "crash", str(failure))]
     return [_verdict(outcomes) for outcomes in zip(*seen, strict=True)]
 
@@ -107,13 +101,13 @@ def _verdict(outcomes: tuple[Outcome, ...]) -> Outcome:
     return outcomes[0]
 
 
-def run_all(rank: int, world: int, programs: list[Program], engine: str) -> list[Outcome]:
+def run_all(rank: int, world: int, programs: list[Program]) -> list[Outcome]:
     """The body that ranks run: every program, each judged on this rank alone."""
     outcomes = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for program in programs:
-            outcome = run_one(rank, normal(program), engine)
+            outcome = run_one(rank, program)
             everyone: list[Any] = [None] * world
             dist.all_gather_object(everyone, outcome.kind)
             if any(kind not in ("equal", "unusable") for kind in everyone):
@@ -122,7 +116,7 @@ def run_all(rank: int, world: int, programs: list[Program], engine: str) -> list
     return outcomes
 
 
-def run_one(rank: int, program: Program, engine: str) -> Outcome:
+def run_one(rank: int, program: Program) -> Outcome:
     """One program on this rank."""
     try:
         expected = SingleProcess(program).run()
@@ -130,7 +124,7 @@ def run_one(rank: int, program: Program, engine: str) -> Outcome:
         return Outcome("unusable", str(error))
     sharded = None
     try:
-        sharded = Sharded(rank, program, engine)
+        sharded = Sharded(rank, program)
         with _late(rank, program):
             sharded.run(expected)
         return Outcome("equal")
@@ -145,7 +139,7 @@ def run_one(rank: int, program: Program, engine: str) -> Outcome:
         )  # in place, on a view of an input, in no module: torch says so, under stock as well
         said = "\n".join([str(error), *getattr(error, "__notes__", [])])
         named = meant and sharded is not None and sharded.is_named_in(said)
-        if named or own_line or engine == "stock":
+        if named or own_line:
             return Outcome("refused", text)
         return Outcome("unnamed", text + "\n" + "".join(traceback.format_exception(error)[-6:]))
     finally:
@@ -171,12 +165,10 @@ def _late(rank: int, program: Program) -> Iterator[None]:
 class Sharded:
     """A program's model under ``fully_shard`` on this rank."""
 
-    def __init__(self, rank: int, program: Program, engine: str) -> None:
+    def __init__(self, rank: int, program: Program) -> None:
         self.rank = rank
         self.program = program
         self.policy = program.policy
-        self.engine = engine
-        self.api: Any = ENGINES[engine]
         self.model, self.trap = build(program)
         self.names = _names(self.model)
         self.mesh = _mesh(self.policy.world, self.policy.shared_memory, self.policy.hsdp)
@@ -192,16 +184,14 @@ class Sharded:
         options: dict[str, Any] = {"mesh": self.mesh}
         if self.policy.param_dtype or self.policy.reduce_dtype:
             dtypes = [DTYPES[name] if name else None for name in (self.policy.param_dtype, self.policy.reduce_dtype)]
-            options["mp_policy"] = self.api.MixedPrecisionPolicy(*dtypes)
+            options["mp_policy"] = MixedPrecisionPolicy(*dtypes)
         if self.policy.dim_1:
             options["shard_placement_fn"] = lambda parameter: Shard(1) if parameter.ndim > 1 else None
         self.wrapped: list[Any] = []
         for wrap in _inner_first(self.policy.wraps):
             modules = [self.model.get_submodule(path) for path in wrap.paths]
-            self.api.fully_shard(
-                modules if len(modules) > 1 else modules[0], reshard_after_forward=wrap.reshard, **options
-            )
-            self.wrapped += [module for module in modules if isinstance(module, self.api.FSDPModule)]
+            fully_shard(modules if len(modules) > 1 else modules[0], reshard_after_forward=wrap.reshard, **options)
+            self.wrapped += [module for module in modules if isinstance(module, FSDPModule)]
         below = {id(inner) for outer in self.wrapped for inner in outer.modules() if inner is not outer}
         self.roots = [module for module in self.wrapped if id(module) not in below]
         for root in self.roots:  # errors name modules as seen from their root
@@ -214,12 +204,11 @@ class Sharded:
                 root.set_reduce_scatter_max_input_buffers(self.policy.buffers)
 
     def _set_prefetching(self) -> None:
-        if self.engine == "ours":
-            for root in self.roots:
-                if self.policy.depth is not None:
-                    root.set_prefetch_depth(self.policy.depth)
-                if self.policy.budget is not None:
-                    root.set_prefetch_budget(self.policy.budget)
+        for root in self.roots:
+            if self.policy.depth is not None:
+                root.set_prefetch_depth(self.policy.depth)
+            if self.policy.budget is not None:
+                root.set_prefetch_budget(self.policy.budget)
         if self.policy.lists is None:
             return
         order = [module for module in self.model.modules() if any(module is one for one in self.wrapped)]
@@ -250,7 +239,7 @@ class Sharded:
             else:
                 self._answer(event)
         for root in self.roots:
-            if not self.policy.reset and hasattr(root, "reset_iter_state"):  # else reshard() does nothing
+            if not self.policy.reset:  # else reshard() does nothing
                 root.reset_iter_state()
         for module in self.wrapped:
             module.reshard()
@@ -270,14 +259,13 @@ class Sharded:
             self._do(event)
         elif isinstance(event, Failed):
             for root in self.roots:
-                if self.policy.reset and hasattr(root, "reset_iter_state"):
+                if self.policy.reset:
                     root.reset_iter_state()
             self._zero_grad(True)
         elif isinstance(event, Update):
             self._whole_is_allowed_no_more()
             if event.clip:
-                clip = getattr(self.api, "clip_grad_norm_", torch.nn.utils.clip_grad_norm_)
-                clip(list(self.model.parameters()), LARGEST_NORM)
+                clip_grad_norm_(list(self.model.parameters()), LARGEST_NORM)
             self.optimizer.step()
         elif isinstance(event, Toggle):
             self._whole_is_allowed_no_more()
@@ -302,9 +290,9 @@ class Sharded:
             self.model.state_dict()
         elif event.act.kind == "moved":
             self.model._apply(torch.clone)
-        elif event.act.kind == "reshard" and isinstance(module, self.api.FSDPModule):
+        elif event.act.kind == "reshard" and isinstance(module, FSDPModule):
             module.reshard()
-        elif isinstance(module, self.api.FSDPModule):  # else it is below another one of its list
+        elif isinstance(module, FSDPModule):  # else it is below another one of its list
             module.unshard(async_op=event.act.kind == "unshard_async")
             self.held = True
 
@@ -314,7 +302,7 @@ class Sharded:
             what = "loss" if index == 0 else f"gradient of input {index - 1}"
             self._check_tensor(f"{event.label}: {what}", one, other, 0.0)
         ended, self.ended = self.ended, self._ended_backwards()
-        if ended == self.ended and self.engine == "ours":  # it ran no hook: an optimizer's step would be refused
+        if ended == self.ended:  # it ran no hook: an optimizer's step would be refused
             return
         missed = any(one == other for one, other in zip(ended, self.ended, strict=True))  # a root it did not reach
         if event.sync and expected.gradients is not None:
@@ -332,7 +320,7 @@ class Sharded:
 
     def _ended_backwards(self) -> list[int]:
         """How many backwards have ended for each root."""
-        return [state_of(root).schedule.backwards if self.engine == "ours" else 0 for root in self.roots]  # type: ignore[union-attr]
+        return [state_of(root).schedule.backwards for root in self.roots]  # type: ignore[union-attr]
 
     def _check_tensor(self, what: str, seen: Tensor | None, expected: Tensor | None, scale: float) -> None:
         if seen is None or expected is None:
@@ -443,6 +431,3 @@ def _forget_meshes() -> None:
     """
     dist.barrier()
     _meshes.clear()
-
-
-__all__ = ["Outcome", "Trap", "run_one", "run_programs"]

@@ -29,7 +29,7 @@ from tests.core.random_programs.program import (
     Step,
     Wrap,
     blocks_of,
-    normal,
+    is_below,
     parameter_names,
 )
 
@@ -56,7 +56,7 @@ def _one_of(draw: FromSeed, *values: Any) -> Any:
 WORLDS = (2, 2, 2, 2, 2, 2, 1, 3, 3, 4)
 
 
-def drawn_program(draw: FromSeed, worlds: tuple[int, ...] = WORLDS) -> Program:
+def drawn_program(draw: FromSeed) -> Program:
     """One random program."""
     rich = _sometimes(draw, 3)
     root = _block(draw, "", 2, rich)
@@ -68,8 +68,41 @@ def drawn_program(draw: FromSeed, worlds: tuple[int, ...] = WORLDS) -> Program:
         linear = [name for name in names if name.endswith("linear_w")]
         pool = linear if len(linear) > 1 else names
         ties = ((_one_of(draw, *pool), _one_of(draw, *pool)),)
-    program = Program(root, _policy(draw, paths, worlds), _steps(draw, paths, names, rich), ties, dtype)
-    return normal(_without_what_torch_cannot(program))
+    program = Program(root, _policy(draw, paths), _steps(draw, paths, names, rich), ties, dtype)
+    return _consistent(_without_what_torch_cannot(program))
+
+
+def _consistent(program: Program) -> Program:
+    """Every parameter is sharded, and nothing is set or done that another setting rules out."""
+    names = set(parameter_names(program))
+    policy = program.policy
+    wraps = policy.wraps
+    wrapped = {path for wrap in wraps for path in wrap.paths}
+    owners = {name.rpartition(".")[0] for name in names}
+    if not wrapped or not all(any(is_below(owner, path) for path in wrapped) for owner in owners):
+        wraps, wrapped = (*wraps, Wrap(("",))), {*wrapped, ""}
+    late = policy.late if policy.late is None else min(policy.late, policy.world - 1)
+    policy = replace(policy, wraps=wraps, late=late, budget=policy.budget if policy.depth is None else None)
+    if "" not in wrapped:
+        policy = replace(policy, param_dtype=None, reduce_dtype=None)
+    steps = tuple(_consistent_step(step, wrapped, names) for step in program.steps)
+    ties = tuple(tie for tie in program.ties if tie[0] != tie[1] and names.issuperset(tie))
+    return replace(program, policy=policy, steps=steps, ties=ties)
+
+
+def _consistent_step(step: Step, wrapped: set[str], names: set[str]) -> Step:
+    fails = any(micro.fail for micro in step.micros)
+    synchronize = step.synchronize and not fails
+    micros = []
+    for index, micro in enumerate(step.micros):
+        before, between = (
+            tuple(act for act in acts if act.kind in FREE_ACTS or act.path in wrapped)
+            for acts in (micro.before, micro.between)
+        )
+        sync = (micro.sync or fails or index == len(step.micros) - 1) and not synchronize
+        micros.append(replace(micro, before=before, between=between, sync=sync))
+    toggle = tuple(name for name in step.toggle if name in names)
+    return replace(step, micros=tuple(micros), toggle=toggle, synchronize=synchronize)
 
 
 def _without_what_torch_cannot(program: Program) -> Program:
@@ -86,7 +119,9 @@ def _without_what_torch_cannot(program: Program) -> Program:
 
 def _without_weights(block: Block) -> Block:
     extra = "mean" if block.extra in ("weight", "weight_view") else block.extra
-    return replace(block, extra=extra, blocks=tuple(map(_without_weights, block.blocks)))
+    block = replace(block, extra=extra, blocks=tuple(map(_without_weights, block.blocks)))
+    frozen, low = (tuple(name for name in names if name in block.parameters) for names in (block.frozen, block.float32))
+    return replace(block, frozen=frozen, float32=low)
 
 
 def _block(draw: FromSeed, name: str, levels: int, rich: bool) -> Block:
@@ -152,8 +187,8 @@ def _call(draw: FromSeed, name: str) -> Call:
     return Call(name, use, kind, no_grad=_sometimes(draw, 20), keyword=kind is None and _sometimes(draw, 10))
 
 
-def _policy(draw: FromSeed, paths: list[str], worlds: tuple[int, ...]) -> Policy:
-    world = _one_of(draw, *worlds)
+def _policy(draw: FromSeed, paths: list[str]) -> Policy:
+    world = _one_of(draw, *WORLDS)
     wraps: list[Wrap] = []
     for path in paths:
         if path and not _sometimes(draw, 4):
