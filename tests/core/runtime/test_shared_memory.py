@@ -26,7 +26,7 @@ from shardkit.core.runtime.lanes import make_lane
 from shardkit.core.runtime.shared import segment
 from shardkit.core.runtime.shared.connection import Connection
 from shardkit.core.runtime.shared.meeting import neighbours_of
-from shardkit.core.runtime.shared.neighbours import Channel, Neighbours
+from shardkit.core.runtime.shared.neighbours import Neighbours
 from shardkit.core.runtime.shared.tables import Table
 from shardkit.core.runtime.shared.transport import SharedTransport
 from tests.core.runtime.cases import CASES, CPU, flats_for, gather_plan, transport
@@ -86,7 +86,7 @@ def test_loads_of_many_modules_in_a_group(rank: int, world_size: int) -> None:
 
 
 def _pages(rank: int, world_size: int, deleted: Path) -> list[int]:
-    """Bytes of all ranks' memory files together: while a model trains, and after it is gone."""
+    """Bytes of all ranks' memory files together: while a model trains, and after it is gone and another one trains."""
     seen = []
     model = _sharded(world_size, 1024, 1024, 1024)
     _step(model, 1024)
@@ -97,6 +97,7 @@ def _pages(rank: int, world_size: int, deleted: Path) -> list[int]:
             del model
             if rank == 0:
                 deleted.touch()
+            _step(_sharded(world_size, 4, 4), 4)
         dist.barrier()
         seen.append(_resident())
         dist.barrier()
@@ -118,7 +119,7 @@ def test_a_deleted_models_pages_are_given_back_though_peers_map_them(tmp_path: P
     seen = run_ranks(2, _pages, tmp_path / "deleted", isolated=True)
     training, gone = (sum(ranks) for ranks in zip(*seen, strict=True))
     assert training > 8 * 2**20  # shards of two matrices, and gradients in the outbox
-    assert gone == 0
+    assert gone < 2**16
 
 
 @on_ranks(2, isolated=True)
@@ -285,20 +286,20 @@ def test_any_number_of_operations_may_be_launched_ahead(rank: int, world_size: i
     table = Table("block", [values])
     if rank == 1:
         dist.barrier()  # the others are through before anything is read
-    operations = [neighbours.post(Channel.GATHER, table) for _ in range(_FAR)]
+    postings = [neighbours.post(table) for _ in range(_FAR)]
     if rank != 1:
         dist.barrier()
     seen = []
     if order == "backwards":
-        operations.reverse()
-    for number, operation in enumerate(operations):
+        postings.reverse()
+    for number, posting in enumerate(postings):
         if number in (1, _FAR // 2):
             dist.barrier()  # with most of them still launched ahead
-        peers = neighbours.collect(operation, "block")
-        seen.append(sum(table.tensors[0].sum().item() for table in peers if table is not None))
-        neighbours.release(operation)
-    for operation in operations:
-        neighbours.wait_released(operation)
+        posting.wait()
+        seen.append(sum(tensors[0].sum().item() for tensors in posting.peers if tensors is not None))
+        posting.release()
+    for posting in postings:
+        posting.wait_until_read()
     dist.barrier()
     assert seen == [4.0 * (sum(range(world_size)) - rank)] * _FAR
 
@@ -315,24 +316,23 @@ def _pair(timeout: float) -> tuple[Neighbours, Neighbours]:
 def test_no_wait_ends_before_the_peer_has_what_it_needs(rank: int, world_size: int) -> None:
     sender, receiver = _pair(1.0)
     tables = [Table("block", segment.shared_copies([torch.ones(4)])) for _ in range(2)]
-    operations = []
+    sent, received = [], []
     for _ in range(_FAR):
-        operations.append(sender.post(Channel.GATHER, tables[0]))
-        receiver.post(Channel.GATHER, tables[1])
-        sender.is_released(operations[0])  # hears the receiver
-    first, *_, last = operations
-    sender.collect(first, "block")
-    receiver.collect(first, "block")
-    receiver.release(first)
-    sender.release(first)
+        sent.append(sender.post(tables[0]))
+        received.append(receiver.post(tables[1]))
+        sent[0].is_read()  # hears the receiver
+    sent[0].wait()
+    received[0].wait()
+    received[0].release()
+    sent[0].release()
     # The sender has every message that it needs. The receiver waits for one that is not sent yet.
-    for wait in (lambda: sender.collect(last, "block"), lambda: sender.wait_released(first)):
+    for wait in (lambda: sender.collect(sent[-1]), lambda: sender.wait_until_read(sent[0])):
         with pytest.raises(TimeoutError, match="rank 1 of the group has not come within"):
             wait()
-    reader = threading.Thread(target=receiver.wait_released, args=[first])
+    reader = threading.Thread(target=received[0].wait_until_read)
     reader.start()
-    sender.wait_released(first)
-    sender.collect(last, "block")
+    sent[0].wait_until_read()
+    sent[-1].wait()
     reader.join()
     sender.close(), receiver.close()
 
@@ -342,10 +342,10 @@ def test_a_table_of_any_size_arrives(rank: int, world_size: int) -> None:
     """Its message is longer than the buffer of a pipe; it goes in pieces while the receiver reads."""
     sender, receiver = _pair(5.0)
     values = segment.shared_copies([torch.full((1,), float(i)) for i in range(20_000)])
-    operation = sender.post(Channel.GATHER, Table("block", values))
-    reader = threading.Thread(target=lambda: (receiver.collect(operation, "block"), receiver.release(operation)))
+    sent, expected = sender.post(Table("block", values)), receiver.post(Table("block", values[:1]))
+    reader = threading.Thread(target=lambda: (expected.wait(), expected.release()))
     reader.start()
-    sender.wait_released(operation)
+    sent.wait_until_read()
     reader.join()
     sender.close(), receiver.close()
 
@@ -375,27 +375,13 @@ def test_ranks_in_containers_of_their_own_use_collectives(rank: int, world_size:
 
 
 @on_ranks(2, isolated=True)
-def test_shards_stay_in_private_memory_where_files_are_used_up(rank: int, world_size: int) -> None:
-    _step(_sharded(world_size, 4, 4), 4)  # the ranks have met
-    torch.manual_seed(0)
+def test_a_limit_on_files_for_shards_is_named(rank: int, world_size: int) -> None:
     layers = [nn.Linear(8, 8) for _ in range(20)]  # a file for each, two before Python 3.13
-    expected = nn.Sequential(*layers)(torch.ones(2, 8)).detach()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    used = max([os.dup(0) for _ in range(200)])
-    resource.setrlimit(resource.RLIMIT_NOFILE, ((used + 10) * 4 // 3, hard))  # a quarter is left for other purposes
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max([os.dup(0) for _ in range(20)]) + 10, hard))
     try:
-        with pytest.warns(
-            UserWarning, match=r"of 'weight', and of groups after it, stay in private.*ulimit -n"
-        ) as told:
+        with pytest.raises(RuntimeError, match=r"no more memory files.*ulimit -n.*SHARDKIT_SHARED_MEMORY=0"):
             shard_each(*layers, mesh=rank_mesh((world_size,)))
-        assert len(told) == 1
-        model = fully_shard(nn.Sequential(*layers), mesh=rank_mesh((world_size,)))
-        lent = sum(segment.locate(parameter.to_local()) is not None for parameter in model.parameters())
-        assert 0 < lent < 40
-        for _ in range(2):
-            seen = model(torch.ones(2, 8))
-            torch.testing.assert_close(seen, expected)
-            seen.sum().backward()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
@@ -470,12 +456,14 @@ def test_a_shard_of_another_size_is_refused(rank: int, world_size: int) -> None:
 @on_ranks(1)
 def test_a_limit_on_open_files_is_named(rank: int, world_size: int) -> None:
     sender, receiver = _pair(5.0)
-    operation = sender.post(Channel.GATHER, Table("block", segment.shared_copies([torch.ones(4)])))
+    tables = [Table("block", segment.shared_copies([torch.ones(4)])) for _ in range(2)]
+    sender.post(tables[0])
+    expected = receiver.post(tables[1])
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (1, hard))
     try:
         with pytest.raises(OSError, match=r"(?s)Too many open files.*ulimit -n"):
-            receiver.collect(operation, "block")[0].tensors  # noqa: B018
+            expected.wait()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         sender.close(), receiver.close()

@@ -22,7 +22,7 @@ from shardkit.core.runtime.lanes import Ticket
 from shardkit.core.runtime.plan import GatherItem, GatherPlan, plan_gather
 from shardkit.core.runtime.sharding import ChunkLayout
 from shardkit.core.runtime.shared.meeting import possible
-from shardkit.core.runtime.shared.segment import shared_if_possible
+from shardkit.core.runtime.shared.segment import shared_copies
 from shardkit.core.runtime.storage import outside_inference, part_of
 from shardkit.core.torch_compat import versions_of
 
@@ -80,7 +80,7 @@ def place_shards(group: Gathered, params: Sequence[FSDPParam]) -> None:
     if over is None or not may_share_memory(over, group.device) or not possible():
         return
     shards = {param: shard for param in params if (shard := param.shard_to_share) is not None}
-    for param, copy in zip(shards, shared_if_possible(list(shards.values()), group.label), strict=True):
+    for param, copy in zip(shards, shared_copies(list(shards.values())), strict=True):
         param.move_shard(copy)
 
 

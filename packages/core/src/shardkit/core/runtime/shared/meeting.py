@@ -52,12 +52,10 @@ class _Invitation:
     Attributes:
         host: identity of its host, user and namespaces; empty: it does not share memory.
         pipes: for each rank, the path of the pipe's end that it shall write to, and the pipe's inode.
-        memory: the path of a memory file, with which a rank tries whether it may open this one's memory.
     """
 
     host: str = ""
     pipes: Sequence[tuple[str, int]] = ()
-    memory: str = ""
 
 
 def _meet(group: dist.ProcessGroup) -> Neighbours | None:
@@ -85,23 +83,20 @@ def _invite(
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         spaces = "/".join(str(Path("/proc/self/ns", kind).stat().st_ino) for kind in ("user", "mnt", "pid"))
-        memory = segment.memory_file("shardkit-meeting")
-        until_met.callback(os.close, memory)
         for _ in range(world):
             reading, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
             incoming.append(unless_met.enter_context(FileIO(reading, "r")))
             until_met.callback(os.close, writing)  # a peer's process must be the last to have it
             pipes.append((segment.path_of(writing), os.fstat(writing).st_ino))
-    except (OSError, segment.NoSharedMemoryError):
+    except OSError:
         return [], _Invitation()
-    return incoming, _Invitation(f"{boot}/{spaces}/{os.getuid()}", pipes, segment.path_of(memory))
+    return incoming, _Invitation(f"{boot}/{spaces}/{os.getuid()}", pipes)
 
 
 def _opened(invitation: _Invitation, rank: int, unless_met: contextlib.ExitStack) -> Iterator[FileIO]:
-    """The end that this rank writes to, if it may open it and the memory of the rank that invites."""
+    """The end that this rank writes to, if it may open it."""
     path, inode = invitation.pipes[rank]
     with contextlib.suppress(OSError):
-        os.close(os.open(invitation.memory, os.O_RDWR | os.O_CLOEXEC))
         pipe = FileIO(os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC), "w")
         unless_met.push(pipe)
         if os.fstat(pipe.fileno()).st_ino == inode:

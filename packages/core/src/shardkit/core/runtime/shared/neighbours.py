@@ -2,77 +2,99 @@
 
 Messages of one pair arrive in order, and a pipe reports at once that the process at its other end is gone.
 
-    POST      this rank's part of an operation is ready to be read (with the table, the first time)
+    POST      this rank's part of an operation is ready to be read: the number of its table, and at its first use the
+              table itself, with the numbers of tables that are no longer used
     RELEASE   this rank has read the peer's part of an operation
-    DROP      a table is no longer used
 
-Operations are numbered in launch order, gathers and reductions separately. As for collectives, this order is the same
-on all ranks.
+Operations are numbered in launch order. As for collectives, this order is the same on all ranks.
 
 Note [Nobody waits to be read]
 A launch never waits: messages without room at a peer are kept (`connection.py`) and sent during this rank's next wait,
 whatever it waits for. A rank that needs a message from one peer then listens to all, because others may also wait for
-room. No wait ends before this rank's own part of the same operation has been sent: its POST with `collect`, its RELEASE
-with `wait_released`. So a rank sends everything its peers are waiting for before it starts to compute or enters another
-collective.
+room. No wait ends before this rank's own part of the same operation has been sent: its POST with `wait`, its RELEASE
+with `wait_until_read`. So a rank sends everything its peers are waiting for before it starts to compute or enters
+another collective.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
+import json
 import os
 import select
 import struct
-import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from enum import IntEnum
-from typing import Concatenate, ParamSpec, TypeAlias, TypeVar
+from collections.abc import Sequence
 
+import torch
+
+from shardkit.core import events
 from shardkit.core.runtime.shared.connection import Connection
-from shardkit.core.runtime.shared.segment import Mapping, Segment
+from shardkit.core.runtime.shared.segment import Mapping
 from shardkit.core.runtime.shared.tables import PeerTable, Table
 
-_MESSAGE = struct.Struct("<BBxxxxxxqq")
-_WHICH = 16  # bytes of a message that identify the operation; the table's number follows
-
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
+_MESSAGE = struct.Struct("<Bxxxxxxxqq")  # kind, operation, number of the table
+_WHICH = 16  # bytes of a message that identify the operation
+_POST, _RELEASE = 0, 1
 
 
-class Channel(IntEnum):
-    """Operations of one channel are launched in the same order on all ranks."""
+class Posting:
+    """This rank's part of one operation. `release` must follow in any case.
 
-    GATHER = 0
-    REDUCE = 1
+    Attributes:
+        readers: the peers that have yet to read it.
+        peers: after `wait`, each rank's tensors; None for this rank's.
+        released: whether this rank has read the peers' parts, or gives them up.
+    """
 
+    def __init__(self, neighbours: Neighbours, number: int, table: Table) -> None:
+        self.number, self.table = number, table
+        self.readers = set(neighbours.peers)
+        self.peers: list[list[torch.Tensor] | None] = []
+        self.released = False
+        self._neighbours = neighbours
+        self._failed = False
 
-Operation: TypeAlias = tuple[int, int]
-"""A channel and a number in it."""
+    def wait(self) -> None:
+        """Waits until all peers have posted.
 
+        Raises:
+            ConnectionError: if a peer's process has ended.
+            TimeoutError: after the group's timeout.
+            RuntimeError: if a peer runs another group, or has gradients of other parameters.
+        """
+        if self._failed:  # clean-up after an error waits again for everything that may be in flight
+            return
+        self._failed = True
+        tables = self._neighbours.collect(self)
+        self._failed = False
+        self.peers = [None if table is None else table.tensors for table in tables]
 
-class _Kind(IntEnum):
-    POST = 0
-    RELEASE = 1
-    DROP = 2
+    def release(self) -> None:
+        """Tells the peers that their tensors have been read, or will not be read. Never waits for them."""
+        if not self.released:
+            self.released = True
+            self._neighbours.release(self.number)
 
+    def is_read(self) -> bool:
+        """Whether every peer has read this rank's part; processes received messages without waiting."""
+        for peer in tuple(self.readers):
+            while peer in self.readers and self._neighbours.hear(peer):
+                pass
+        return not self.readers
 
-def _undisturbed(
-    method: Callable[Concatenate[Neighbours, _P], _R],
-) -> Callable[Concatenate[Neighbours, _P], _R]:
-    """Defers the removal of tables while active, because the garbage collector may run anywhere."""
-
-    @functools.wraps(method)
-    def run(self: Neighbours, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        outer, self._busy = self._busy, True
+    def wait_until_read(self) -> None:
+        """Waits until all peers have read this rank's part."""
+        label = self.table.label
         try:
-            return method(self, *args, **kwargs)
-        finally:
-            self._busy = outer
-
-    return run
+            if not events.hub.active or self.is_read():
+                self._neighbours.wait_until_read(self)
+            else:
+                with events.waiting(label, "release"):
+                    self._neighbours.wait_until_read(self)
+        except (ConnectionError, TimeoutError) as error:
+            raise RuntimeError(f"{label}: waiting until peers have read the shards failed: {error}") from error
 
 
 class Neighbours:
@@ -83,133 +105,72 @@ class Neighbours:
         self.peers = tuple(self._connections)
         self._timeout = timeout  # seconds
         self._size = len(connections)
-        self._next = dict.fromkeys(Channel, 0)
+        self._next = 0
         self._tables: list[dict[int, PeerTable]] = [{} for _ in connections]
         self._mapped: list[weakref.WeakValueDictionary[int, Mapping]]
         self._mapped = [weakref.WeakValueDictionary() for _ in connections]
-        self._posted: list[dict[Operation, PeerTable]] = [{} for _ in connections]
-        self._unwanted: list[set[Operation]] = [set() for _ in connections]
-        self._unreleased: dict[Operation, set[int]] = {}
-        self._read: dict[Operation, list[Segment]] = {}  # what the peers of an unreleased operation read
+        self._posted: list[dict[int, PeerTable]] = [{} for _ in connections]
+        self._unwanted: list[set[int]] = [set() for _ in connections]
+        self._unread: dict[int, Posting] = {}  # keeps the memory that peers read
         self._ended: set[int] = set()  # peers found to be gone while waiting for another one
-        self._known: set[int] = set()  # tables that the peers have
-        self._dropped: list[int] = []
-        self._busy = False
-        self._closed = False
-        self._thread = threading.get_ident()
+        self._dropped: list[int] = []  # tables that peers have and that are gone; the garbage collector appends to it
         _everyone.add(self)
 
     def close(self) -> None:
         """Closes all connections of this process."""
-        self._closed = True
         for connection in self._connections.values():
             connection.close()
 
-    # -- this rank's part ----------------------------------------------------------------------------------------------
-
-    @_undisturbed
-    def post(self, channel: Channel, table: Table) -> Operation:
-        """Tells the peers that they may read the tensors in `table`; returns the operation's number. Never waits."""
-        operation = (int(channel), self._next[channel])
-        self._next[channel] += 1
-        self._thread = threading.get_ident()
-        if self._dropped:
-            self._tell_dropped()
-        self._unreleased[operation], self._read[operation] = set(self.peers), table.segments
-        described = b""
-        if table.number not in self._known:
-            self._known.add(table.number)
-            described = table.describe()
-            weakref.finalize(table, self._drop, table.number).atexit = False
+    def post(self, table: Table) -> Posting:
+        """Tells the peers that they may read the tensors in `table`. Never waits."""
+        posting = self._unread[self._next] = Posting(self, self._next, table)
+        self._next += 1
+        news = b""
+        if not table.is_sent:
+            table.is_sent = True
+            weakref.finalize(table, self._dropped.append, table.number).atexit = False
+            dropped = [self._dropped.pop() for _ in range(len(self._dropped))]
+            news = json.dumps({"dropped": dropped, "table": table.describe()}).encode()
         for peer in self.peers:
-            self._send(peer, _Kind.POST, operation, table.number, described)
-        return operation
+            self._connections[peer].send(_MESSAGE.pack(_POST, posting.number, table.number) + news)
+        return posting
 
-    @_undisturbed
-    def release(self, operation: Operation) -> None:
-        """Tells the peers that this rank has read their parts. Never waits for them."""
+    def release(self, number: int) -> None:
+        """Sends the RELEASE of an operation."""
         for peer in self.peers:
-            if self._posted[peer].pop(operation, None) is None:
-                self._unwanted[peer].add(operation)  # abandoned before the peer came
+            if self._posted[peer].pop(number, None) is None:
+                self._unwanted[peer].add(number)  # abandoned before the peer came
             with contextlib.suppress(OSError):  # a peer that is gone needs no permission
-                self._send(peer, _Kind.RELEASE, operation, 0)
+                self._connections[peer].send(_MESSAGE.pack(_RELEASE, number, 0))
 
-    def _drop(self, number: int) -> None:
-        """Notes that a table of this rank is gone. May run at any point of any thread, so it may be deferred."""
-        if self._closed:
-            return
-        self._dropped.append(number)
-        if not self._busy and self._thread == threading.get_ident():
-            self._tell_dropped()
-
-    @_undisturbed
-    def _tell_dropped(self) -> None:
-        """Lets the peers forget such tables. If all have read one, its memory is freed at once."""
-        for peer in self.peers:
-            with contextlib.suppress(OSError):  # the next wait for this peer reports it
-                while self._hear(peer):
-                    pass
-        while self._dropped:
-            number = self._dropped.pop()
-            self._known.discard(number)
-            for peer in self.peers:
-                with contextlib.suppress(OSError):
-                    self._send(peer, _Kind.DROP, (0, 0), number)
-
-    def _send(self, peer: int, kind: _Kind, operation: Operation, number: int, described: bytes = b"") -> None:
-        self._connections[peer].send(_MESSAGE.pack(kind, operation[0], operation[1], number) + described)
-
-    # -- the peers' parts ----------------------------------------------------------------------------------------------
-
-    @_undisturbed
-    def collect(
-        self, operation: Operation, label: str, gradients: dict[int, str] | None = None
-    ) -> list[PeerTable | None]:
-        """Waits until every peer has posted `operation`; returns their tables by rank.
-
-        `label` and `gradients` are those of the table that this rank posted.
-
-        Raises:
-            ConnectionError: if a peer's process has ended.
-            TimeoutError: after the group's timeout.
-            RuntimeError: if a peer runs another group, or has gradients of other parameters.
-        """
+    def collect(self, own: Posting) -> list[PeerTable | None]:
+        """Waits until every peer has posted its part of an operation; returns their tables by rank."""
         deadline = time.monotonic() + self._timeout
-        self._wait_until_sent(_Kind.POST, operation, deadline)
+        self._wait_until_sent(_POST, own.number, deadline)
         tables: list[PeerTable | None] = [None] * self._size
+        label, gradients = own.table.label, own.table.gradients
         for peer in self.peers:
-            while operation not in self._posted[peer]:
+            while own.number not in self._posted[peer]:
                 self._listen(peer, deadline)
-            table = tables[peer] = self._posted[peer][operation]
+            table = tables[peer] = self._posted[peer][own.number]
             if table.label != label:
                 raise RuntimeError(
                     f"rank {peer} of the group is at '{table.label}' where this rank is at '{label}'; all ranks must "
                     "run the same modules in the same order (SHARDKIT_DEBUG=order finds the first difference)"
                 )
-            if table.gradients.keys() != (gradients or {}).keys():
-                raise RuntimeError(_other_gradients(peer, table.gradients, gradients or {}))
+            if table.gradients.keys() != gradients.keys():
+                raise RuntimeError(_other_gradients(peer, table.gradients, gradients))
         return tables
 
-    @_undisturbed
-    def wait_released(self, operation: Operation) -> None:
-        """Waits until every peer has read this rank's part of `operation`. Raises as `collect` does."""
+    def wait_until_read(self, own: Posting) -> None:
+        """Waits until every peer has read this rank's part of an operation."""
         deadline = time.monotonic() + self._timeout
-        while waiting := self._unreleased.get(operation):
-            self._listen(min(waiting), deadline)
-        self._wait_until_sent(_Kind.RELEASE, operation, deadline)
+        while own.readers:
+            self._listen(min(own.readers), deadline)
+        self._wait_until_sent(_RELEASE, own.number, deadline)
 
-    @_undisturbed
-    def is_released(self, operation: Operation) -> bool:
-        """Whether every peer has read this rank's part; processes received messages without waiting."""
-        for peer in tuple(self._unreleased.get(operation, ())):
-            while operation in self._unreleased and self._hear(peer):
-                pass
-        return operation not in self._unreleased
-
-    # -- listening -----------------------------------------------------------------------------------------------------
-
-    def _wait_until_sent(self, kind: _Kind, operation: Operation, deadline: float) -> None:
-        which = _MESSAGE.pack(kind, operation[0], operation[1], 0)[:_WHICH]
+    def _wait_until_sent(self, kind: int, number: int, deadline: float) -> None:
+        which = _MESSAGE.pack(kind, number, 0)[:_WHICH]
         for peer in self.peers:
             while any(message.startswith(which) for message in self._connections[peer].unsent):
                 self._listen(peer, deadline)
@@ -239,7 +200,7 @@ class Neighbours:
             )
         for peer in {listening[fd] for fd, _ in ready}:
             try:
-                self._hear(peer)
+                self.hear(peer)
                 self._connections[peer].flush()
             except ConnectionError:
                 if peer == needed:
@@ -247,26 +208,27 @@ class Neighbours:
                 self._ended.add(peer)
                 self._connections[peer].unsent.clear()
 
-    def _hear(self, peer: int) -> bool:
+    def hear(self, peer: int) -> bool:
         """Takes the next message of `peer`; returns whether there was one."""
         message = self._connections[peer].receive()
         if message is None:
             return False
-        kind, channel, sequence, number = _MESSAGE.unpack_from(message)
-        operation = (channel, sequence)
-        if kind == _Kind.POST:
-            if described := message[_MESSAGE.size :]:
-                self._tables[peer][number] = PeerTable(described, self._mapped[peer])
-            if operation in self._unwanted[peer]:
-                self._unwanted[peer].remove(operation)
-            else:
-                self._posted[peer][operation] = self._tables[peer][number]
-        elif kind == _Kind.DROP:
-            self._tables[peer].pop(number, None)
-        elif waiting := self._unreleased.get(operation):
-            waiting.discard(peer)
-            if not waiting:
-                del self._unreleased[operation], self._read[operation]
+        kind, number, table = _MESSAGE.unpack_from(message)
+        if kind == _RELEASE:
+            if (posting := self._unread.get(number)) is not None:
+                posting.readers.discard(peer)
+                if not posting.readers:
+                    del self._unread[number]
+            return True
+        if len(message) > _MESSAGE.size:
+            news = json.loads(message[_MESSAGE.size :])
+            for dropped in news["dropped"]:
+                self._tables[peer].pop(dropped, None)
+            self._tables[peer][table] = PeerTable(news["table"], self._mapped[peer])
+        if number in self._unwanted[peer]:
+            self._unwanted[peer].remove(number)
+        else:
+            self._posted[peer][number] = self._tables[peer][table]
         return True
 
 

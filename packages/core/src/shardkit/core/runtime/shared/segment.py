@@ -14,9 +14,7 @@ import itertools
 import math
 import mmap
 import os
-import resource
 import sys
-import warnings
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -33,7 +31,6 @@ _SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW if hasattr(fcntl, "F_SEAL_
 
 _numbers = itertools.count(1)
 _segments: weakref.WeakSet[Segment] = weakref.WeakSet()
-_warned = False
 
 
 class Segment(mmap.mmap):
@@ -118,7 +115,7 @@ def _opened(path: str) -> int:
     return opened
 
 
-def _refused(error: OSError | str) -> NoSharedMemoryError:
+def _refused(error: OSError) -> NoSharedMemoryError:
     return NoSharedMemoryError(
         f"no more memory files are available: {error}. Each parameter group needs one: raise the limit on open files "
         "(ulimit -n) or on memory, or set SHARDKIT_SHARED_MEMORY=0 on any rank to do without"
@@ -179,37 +176,6 @@ def shared_copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         copies.append(carve(segment, offset, tensor.shape, tensor.dtype).copy_(tensor))
         offset += size
     return copies
-
-
-def shared_if_possible(tensors: Sequence[torch.Tensor], label: str) -> list[torch.Tensor]:
-    """`shared_copies`, or `tensors` themselves if there is no room for copies; warns the first time.
-
-    `label` is the parameter group's name. A quarter of the allowed open files is left for other uses: the user's files,
-    and the outbox, through which such shards are gathered then.
-    """
-    if not tensors:
-        return []
-    try:
-        fd = memory_file("shardkit")
-        os.close(fd)
-        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if limit != resource.RLIM_INFINITY and fd > limit * 3 // 4:  # descriptors are numbered from 0 on
-            raise _refused(f"{fd} of {limit} file descriptors are in use; the rest is reserved for the program")
-        return shared_copies(tensors)
-    except NoSharedMemoryError as error:
-        _warn_of(error, label)
-        return list(tensors)
-
-
-def _warn_of(error: NoSharedMemoryError, label: str) -> None:
-    global _warned  # noqa: PLW0603 - the limit is the process's
-    if not _warned:
-        _warned = True
-        warnings.warn(
-            f"the shards of '{label}', and of groups after it, stay in private memory and are copied for each gather: "
-            f"{error}",
-            stacklevel=2,
-        )
 
 
 def locate(tensor: torch.Tensor) -> tuple[Segment, int] | None:

@@ -21,10 +21,9 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from shardkit.core import events
 from shardkit.core.runtime.lanes import Program, Reduction
 from shardkit.core.runtime.plan import GatherPlan, Mean, ReducePlan, Transport, reported
-from shardkit.core.runtime.shared.neighbours import Channel, Neighbours, Operation
+from shardkit.core.runtime.shared.neighbours import Neighbours, Posting
 from shardkit.core.runtime.shared.segment import ALIGNMENT, Segment, aligned, carve, locate
 from shardkit.core.runtime.shared.tables import Gradients, Table
 from shardkit.core.runtime.storage import note_allocated, note_freed
@@ -39,17 +38,14 @@ _MOST_CUTS = 256
 
 
 class Parcel:
-    """One segment, divided for its users; each division has a table, which is sent once.
-
-    `operation` is the last one that it was posted for, None before that.
-    """
+    """One segment, divided for its users; each division has a table, which is sent once."""
 
     def __init__(self, nbytes: int) -> None:
         self.memory = Segment(nbytes)
-        self.operation: Operation | None = None
+        self.posting: Posting | None = None  # the last one of it
         self._cuts: dict[tuple[str, Specs, Gradients], tuple[list[torch.Tensor], Table]] = {}
 
-    def cut(self, label: str, specs: Specs, gradients: Gradients = ()) -> tuple[list[torch.Tensor], Table]:
+    def cut(self, label: str, specs: Specs, gradients: Gradients) -> tuple[list[torch.Tensor], Table]:
         """1-D tensors as in `specs`, one after the other, and the table that lists them."""
         known = self._cuts.get((label, specs, gradients))
         if known is None:
@@ -69,15 +65,13 @@ class Outbox:
     If no parcel that all peers have read is large enough for the next use, those parcels are freed first.
     """
 
-    def __init__(self, neighbours: Neighbours) -> None:
-        self._neighbours = neighbours
+    def __init__(self) -> None:
         self._parcels: list[Parcel] = []
 
     def parcel(self, specs: Specs, label: str) -> Parcel:
         """A parcel with room for `specs`, contents undefined. The caller posts it before it asks for the next one."""
         nbytes = sum(aligned(numel * dtype.itemsize) for numel, dtype in specs) or ALIGNMENT
-        is_read = self._neighbours.is_released
-        idle = [parcel for parcel in self._parcels if parcel.operation is None or is_read(parcel.operation)]
+        idle = [parcel for parcel in self._parcels if parcel.posting is None or parcel.posting.is_read()]
         fitting = [parcel for parcel in idle if parcel.memory.nbytes >= nbytes]
         if fitting:
             return min(fitting, key=lambda one: one.memory.nbytes)
@@ -88,45 +82,6 @@ class Outbox:
         self._parcels.append(parcel)
         note_allocated(parcel.memory.nbytes, label, "outbox")
         return parcel
-
-
-class Posting:
-    """This rank's part of one operation, posted on construction. `release` must follow in any case."""
-
-    def __init__(self, neighbours: Neighbours, channel: Channel, table: Table) -> None:
-        self._neighbours = neighbours
-        self._label = table.label
-        self._gradients = table.gradients
-        self.released = False
-        self._failed = False
-        self.operation = neighbours.post(channel, table)
-        self.peers: list[list[torch.Tensor] | None] = []
-
-    def wait(self) -> None:
-        """Waits until all peers have posted; afterwards `peers[rank]` are that rank's tensors, None for this rank's."""
-        if self._failed:  # clean-up after an error waits again for everything that may be in flight
-            return
-        self._failed = True
-        tables = self._neighbours.collect(self.operation, self._label, self._gradients)
-        self._failed = False
-        self.peers = [None if table is None else table.tensors for table in tables]
-
-    def wait_released(self) -> None:
-        """Waits until all peers have read this rank's part."""
-        try:
-            if not events.hub.active or self._neighbours.is_released(self.operation):
-                self._neighbours.wait_released(self.operation)
-            else:
-                with events.waiting(self._label, "release"):
-                    self._neighbours.wait_released(self.operation)
-        except (ConnectionError, TimeoutError) as error:
-            raise RuntimeError(f"{self._label}: waiting until peers have read the shards failed: {error}") from error
-
-    def release(self) -> None:
-        """Tells the peers that their tensors have been read, or will not be read."""
-        if not self.released:
-            self.released = True
-            self._neighbours.release(self.operation)
 
 
 class GatherBinding:
@@ -193,29 +148,20 @@ class SharedTransport(Transport):
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, neighbours: Neighbours) -> None:
         super().__init__(group, device)
-        self.outbox = Outbox(neighbours)
+        self._outbox = Outbox()
         self._neighbours = neighbours
         # Bindings of gathers to the tensors that a plan was last used with.
         self._bindings: WeakKeyDictionary[GatherPlan, GatherBinding] = WeakKeyDictionary()
         self._read_by_peers: list[Posting] = []
 
     def wait_until_read(self) -> None:
-        unfinished = []
-        try:
-            while self._read_by_peers:
-                posting = self._read_by_peers.pop()
-                if not posting.released:
-                    unfinished.append(posting)
-                    continue
-                try:
-                    posting.wait_released()
-                except RuntimeError:  # a peer is gone or late
-                    raise
-                except BaseException:  # of a listener, or Ctrl-C: peers may still read
-                    unfinished.append(posting)
-                    raise
-        finally:
-            self._read_by_peers += unfinished
+        for posting in [one for one in self._read_by_peers if one.released]:
+            try:
+                posting.wait_until_read()
+            except RuntimeError:  # a peer is gone or late. After any other error (Ctrl-C) peers may still read
+                self._read_by_peers.remove(posting)
+                raise
+            self._read_by_peers.remove(posting)
 
     # -- gathers -------------------------------------------------------------------------------------------------------
 
@@ -227,7 +173,7 @@ class SharedTransport(Transport):
             if binding.table is not None:  # else the sources are new for each gather, and must not be kept alive
                 self._bindings[plan] = binding
         if binding.table is not None:
-            posting = Posting(self._neighbours, Channel.GATHER, binding.table)
+            posting = self._neighbours.post(binding.table)
             self._read_by_peers.append(posting)
         else:
             posting = self._post_copies(plan, sources)
@@ -242,17 +188,13 @@ class SharedTransport(Transport):
 
     def _post_copies(self, plan: GatherPlan, sources: Sequence[torch.Tensor]) -> Posting:
         specs = tuple((source.numel(), item.dtype) for source, item in zip(sources, plan.items, strict=True))
-        parcel = self.outbox.parcel(specs, plan.label)
-        tensors, table = parcel.cut(plan.label, specs)
+        parcel = self._outbox.parcel(specs, plan.label)
+        tensors, table = parcel.cut(plan.label, specs, ())
         filled = [(tensor, source) for tensor, source in zip(tensors, sources, strict=True) if source.numel()]
         if filled:
             foreach_copy_([tensor.view(source.shape) for tensor, source in filled], [source for _, source in filled])
-        return self._post_parcel(parcel, table, Channel.GATHER)
-
-    def _post_parcel(self, parcel: Parcel, table: Table, channel: Channel) -> Posting:
-        posting = Posting(self._neighbours, channel, table)
-        parcel.operation = posting.operation
-        return posting
+        parcel.posting = self._neighbours.post(table)
+        return parcel.posting
 
     # -- reductions ----------------------------------------------------------------------------------------------------
 
@@ -278,7 +220,7 @@ class SharedTransport(Transport):
         specs = tuple(
             (0 if rank == plan.rank else numel, plan.wire_dtype) for rank, numel in enumerate(plan.row_numels)
         )
-        parcel = self.outbox.parcel(specs, plan.label)
+        parcel = self._outbox.parcel(specs, plan.label)
         rows, table = parcel.cut(plan.label, specs, tuple(zip(plan.members, plan.fqns, strict=True)))
         rows = [output if rank == plan.rank else row for rank, row in enumerate(rows)]
         targets: list[torch.Tensor] = []
@@ -291,7 +233,8 @@ class SharedTransport(Transport):
                     chunks.append(chunk)
         if targets:
             foreach_copy_(targets, chunks)
-        return self._post_parcel(parcel, table, Channel.REDUCE)
+        parcel.posting = self._neighbours.post(table)
+        return parcel.posting
 
 
 def _terms(plan: ReducePlan, peers: Sequence[list[torch.Tensor] | None]) -> Iterator[torch.Tensor]:
