@@ -12,8 +12,7 @@ from torch.distributed.tensor import Shard
 
 from shardkit.core import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from shardkit.core.mesh import data_parallel_mesh
-from shardkit.core.parameters.adapters import form_of
-from shardkit.core.parameters.param import FSDPParam, Slot
+from shardkit.core.parameters.param import FSDPParam, ParameterForm, Slot
 from shardkit.core.parameters.registration import changed, take_over
 from shardkit.core.torch_compat import like_dtensor, local_of, new_dtensor
 from tests.support import on_ranks, rank_mesh
@@ -38,7 +37,7 @@ def _param(device: str, policy: OffloadPolicy, original: Tensor, mesh: DeviceMes
     module.weight = nn.Parameter(original, requires_grad=False)
     slots = [Slot.of(module, "weight")]
     axes, on = data_parallel_mesh(mesh, None), torch.device(device)
-    form = form_of(module.weight, "weight", axes, Shard(0), [(module, "weight")])
+    form = ParameterForm(original.shape, mesh, axes.placements(Shard(0)))
     return module, FSDPParam(module.weight, "weight", slots, axes, Shard(0), form, on, MixedPrecisionPolicy(), policy)
 
 

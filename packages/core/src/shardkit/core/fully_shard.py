@@ -24,7 +24,6 @@ from shardkit.core.mesh import (
 from shardkit.core.module import FSDPModule, make_sharded_class
 from shardkit.core.observers import start_observers
 from shardkit.core.optimizers import watch_optimizers
-from shardkit.core.parameters.adapters import ParameterForm, form_of
 from shardkit.core.parameters.collect import (
     Managed,
     PlacementFn,
@@ -143,14 +142,7 @@ def fully_shard(
     # Everything that can reject the input runs first, so a call that raises leaves the module unchanged.
     placed = place(managed.parameters, shard_placement_fn, data_parallel)
     settings = {mesh: _reshard_setting(reshard_after_forward, mesh) for mesh in (data_parallel, *placed)}
-    forms: dict[str, ParameterForm] = {}
-    meshes: dict[str, DataParallelMesh] = {}
-    shard_bytes: dict[str, int] = {}
-    for mesh_of_group, parameters in placed.items():
-        for one in parameters:
-            on = meshes[one.fqn] = mesh_of_group if one.placement is not None else mesh_of_group.fully_replicated
-            form = forms[one.fqn] = form_of(one.parameter, one.fqn, on, one.placement, one.holders)
-            shard_bytes[one.fqn] = -(-form.plain(one.parameter.detach()).nbytes // on.shard_size)
+    shard_bytes = {one.fqn: -(-one.plain.nbytes // one.mesh.shard_size) for one in managed.parameters}
     offload = offload_of_each(offload_policy, shard_bytes)
     for param, _ in managed.ties:
         _check_tie(param, data_parallel, policy, offload_policy, compression_policy)
@@ -163,11 +155,10 @@ def fully_shard(
         main: list[FSDPParam] = []
         whole: list[FSDPParam] = []
         for one in parameters:
-            on, form, cut = meshes[one.fqn], forms[one.fqn], one.placement
-            places = list(starmap(Slot.of, one.holders))
-            param = FSDPParam(one.parameter, one.fqn, places, on, cut, form, device, policy, offload[one.fqn])
+            where = list(starmap(Slot.of, one.holders)), one.mesh, one.placement
+            param = FSDPParam(one.parameter, one.fqn, *where, one.form, device, policy, offload[one.fqn])
             move_gradient_hooks(one.parameter, param.sharded_param, partial(_fqn_of, weakref.ref(param), one.fqn))
-            (main if cut is not None else whole).append(param)
+            (main if one.placement is not None else whole).append(param)
         if main:
             state.add_group(FSDPParamGroup(main, mesh_of_group, device, policy, reshard, smaller, compression_policy))
         if whole:

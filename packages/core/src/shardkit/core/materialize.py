@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardkit.core.engine.step import state_of
-from shardkit.core.parameters.adapters import user_attributes
+from shardkit.core.parameters.param import user_attributes
 from shardkit.core.parameters.region import region_of
 from shardkit.core.torch_compat import apply_to_tensors, like_dtensor, local_of
 

@@ -18,8 +18,7 @@ from shardkit.core.engine.group import FSDPParamGroup
 from shardkit.core.engine.schedule import Finalization, Schedule
 from shardkit.core.engine.settings import Prefetch
 from shardkit.core.engine.step import FSDPState, finalize_backward, reset, state_of
-from shardkit.core.parameters.adapters import user_attributes
-from shardkit.core.parameters.param import FSDPParam
+from shardkit.core.parameters.param import FSDPParam, user_attributes
 from shardkit.core.policies import AllGather, ReduceScatter
 from shardkit.core.torch_compat import (
     StockFSDPModule,

@@ -94,7 +94,7 @@ class UnitParameter:
 
     def rows_of_unsharded(self, tensor: torch.Tensor) -> torch.Tensor:
         """This rank's rows of the unsharded parameter in the form that modules hold: a view."""
-        layout, full = self.param.layout, self.param.form.plain(tensor)
+        layout, full = self.param.layout, local_of(tensor) if isinstance(tensor, DTensor) else tensor
         if self.is_replicated:
             return full
         rank = self.param.mesh.shard_rank

@@ -18,38 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from shardkit.core.mesh import DataParallelMesh
 from shardkit.core.torch_compat import new_dtensor
 
-__all__ = ["AnnotatedForm", "as_dtensor"]
-
-
-class AnnotatedForm:
-    """The form of one annotated parameter; `inner` is that of the DTensor that `as_dtensor` makes of it.
-
-    `gradients` are the placements of a gradient, on the mesh of that DTensor.
-    """
-
-    def __init__(self, inner: Any, gradients: tuple[Placement, ...]) -> None:
-        self._inner = inner
-        self._gradients = gradients
-        self.shape, self.mesh, self.placements = inner.shape, inner.mesh, inner.placements
-        self.sums_elsewhere = inner.sums_elsewhere
-        self.sharded, self.local, self.shard = inner.sharded, inner.local, inner.shard
-
-    def plain(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The parameter."""
-        return parameter
-
-    def unsharded(self, whole: torch.Tensor) -> torch.Tensor:
-        """The gathered tensor."""
-        return whole
-
-    def gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        """The gradient, summed over the axes of model parallelism that the parameter is annotated `R` on (collective).
-
-        Data-parallel axes are left to the reduction.
-        """
-        inner = self._inner
-        summand = new_dtensor(gradient, inner.model_mesh, self._gradients, inner.shape)
-        return inner.gradient(summand)  # type: ignore[no-any-return]
+__all__ = ["as_dtensor"]
 
 
 def as_dtensor(

@@ -18,7 +18,7 @@ from shardkit.core.mesh import DataParallelMesh
 from shardkit.core.parameters.region import region_at
 from shardkit.core.runtime.sharding import ChunkLayout
 from shardkit.core.torch_compat import local_of, new_dtensor
-from shardkit.tp_adapter.adapter import adapter
+from shardkit.tp_adapter.adapter import form_of
 from shardkit.tp_adapter.torch_compat import ShardedTensor, ShardedTensorShard, group_of, root_of, sharded_tensor
 
 __all__ = ["DTensorExtensions", "FlattenedDTensor"]
@@ -123,8 +123,8 @@ class DTensorExtensions:
                 return new_dtensor(chunk, device_mesh, data.placements(Shard(0)), tensor.shape)
             placements = [Shard(0) if name == cut else Replicate() for name in names]
             return new_dtensor(chunk, root, placements, tensor.shape)
-        form = adapter.form(tensor, _described(tensor), data, 0)
-        local = form.plain(tensor.detach())
+        form = form_of(tensor, _described(tensor), data, 0)
+        local = local_of(tensor.detach())
         layout = ChunkLayout(tuple(local.shape), 0, data.shard_size)
         return form.sharded(local.narrow(0, layout.offset(rank), layout.length(rank)).clone())
 

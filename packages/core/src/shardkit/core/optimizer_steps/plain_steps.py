@@ -46,8 +46,7 @@ from shardkit.core.optimizer_steps.block_steps import (
     steps_by_block,
 )
 from shardkit.core.optimizer_steps.supported import lacks_state_somewhere, steps_on_empty
-from shardkit.core.parameters.adapters import user_attributes
-from shardkit.core.parameters.param import fqn_of
+from shardkit.core.parameters.param import fqn_of, user_attributes
 from shardkit.core.parameters.region import region_of
 from shardkit.core.torch_compat import (
     hook_innermost,

@@ -65,8 +65,6 @@ def plain_parameters(optimizer: torch.optim.Optimizer, *, all_shards: bool) -> l
         plain = [one for one in params if isinstance(one, DTensor)]
     if not plain:
         return plain
-    if not on_any_part:
-        _refuse_part_of_matrix(optimizer, owned)
     _refuse_mixed_lists(optimizer, plain)
     _refuse_joined_steps(optimizer, owned)
     return plain
@@ -109,22 +107,6 @@ def _lists_several_meshes(optimizer: torch.optim.Optimizer) -> bool:
         if group.get("foreach") or group.get("fused")
     )
     return any(len(each) > 1 for each in meshes)
-
-
-def _refuse_part_of_matrix(optimizer: torch.optim.Optimizer, owned: Sequence[DTensor]) -> None:
-    """Refuses a tensor-parallel shard on its owner: an optimizer of matrices would take it for the matrix."""
-    for parameter in owned:
-        mesh = parameter.device_mesh
-        if any(
-            not one.is_replicate() and not isinstance(one, Owned) and mesh.size(axis) > 1
-            for axis, one in enumerate(parameter.placements)
-        ):
-            raise RuntimeError(
-                f"parameter '{fqn_of(parameter)}' of shape {tuple(parameter.shape)} has placements "
-                f"{tuple(parameter.placements)}: its owner holds one tensor-parallel shard, and "
-                f"{type(optimizer).__name__} may need the whole matrix. Step on it with AdamW, or keep it out of "
-                "tensor parallelism"
-            )
 
 
 def _refuse_mixed_lists(optimizer: torch.optim.Optimizer, plain: Sequence[DTensor]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,10 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from shardkit.core.mesh import DataParallelMesh
-from shardkit.core.parameters.adapters import Holder, SubclassGather
+from shardkit.core.parameters.adapters import Holder, form_of
 from shardkit.core.parameters.ownership import OwnerPlan, owners_for
-from shardkit.core.parameters.param import FSDPParam, Slot, sharded_counterpart
-from shardkit.core.parameters.placements import Blocks, Owned
+from shardkit.core.parameters.param import FSDPParam, ParameterForm, Slot, sharded_counterpart
+from shardkit.core.parameters.placed import PlacedTensor
+from shardkit.core.parameters.placements import Blocks, Owned, is_ours
+from shardkit.core.parameters.subclass_gather import SubclassGather
 from shardkit.core.policies import as_mesh_dims
 from shardkit.core.torch_compat import RUNS_SUBCLASSES, is_plain, is_replicated, local_of, stock_engine_of
 
@@ -33,14 +36,19 @@ class ManagedParameter:
     """One parameter that a call manages.
 
     Attributes:
+        plain: what is cut: the parameter, or the local tensor of a DTensor.
         holders: the places among the managed modules that hold it; several for a tie.
         placement: how it is cut; None: replicated.
+        mesh, form: over which, and its form; `place` sets all three.
     """
 
     parameter: nn.Parameter
     fqn: str
-    holders: list[Holder]
+    plain: torch.Tensor
+    holders: list[Holder] = field(default_factory=list)
     placement: Placement | None = None
+    mesh: DataParallelMesh = field(init=False)
+    form: ParameterForm = field(init=False)
 
 
 @dataclass
@@ -114,7 +122,9 @@ def manage(roots: Sequence[nn.Module], ignored: set[nn.Parameter]) -> Managed:
                 ties[id(elsewhere)].append(Slot.of(module, attribute))
                 continue
             if id(parameter) not in by_id:
-                by_id[id(parameter)] = ManagedParameter(parameter, fqn, [])
+                plain = parameter.detach()
+                plain = local_of(plain) if isinstance(plain, DTensor) else plain
+                by_id[id(parameter)] = ManagedParameter(parameter, fqn, plain)
                 managed.parameters.append(by_id[id(parameter)])
             by_id[id(parameter)].holders.append((module, attribute))
         for buffer in module._buffers.values():
@@ -194,15 +204,23 @@ def place(
             owners = owners_for([(one.parameter, plan) for one, plan in open_ones], mesh)
             for (one, _), rank in zip(open_ones, owners, strict=True):
                 one.placement = Owned(rank)
+        for one in ones:
+            one.mesh, form = mesh if one.placement is not None else mesh.fully_replicated, None
+            if isinstance(one.parameter, DTensor) or "spmd_types" in sys.modules:
+                form = form_of(one.parameter, one.fqn, one.mesh, one.placement, one.holders)
+            if form is None:
+                kind = PlacedTensor if is_ours(one.placement) else DTensor
+                placements = one.mesh.placements(one.placement)
+                form = ParameterForm(one.parameter.shape, one.mesh.mesh, placements, kind)
+            one.form = form
     return by_mesh
 
 
 def _placement_of(managed: ManagedParameter, chosen: object | None) -> Placement | None:
     """The placement of a parameter from the result of `shard_placement_fn`; None: replicated, as any 0-dim one."""
-    shape = tuple(managed.parameter.shape)
-    plain = managed.parameter.detach()
-    plain = local_of(plain) if isinstance(plain, DTensor) else plain
-    SubclassGather.wanted_by(plain, managed.fqn)  # refuses half of the hooks
+    shape, plain = tuple(managed.parameter.shape), managed.plain
+    if not is_plain(plain):
+        SubclassGather.check(plain, managed.fqn)
     if hasattr(chosen, "mesh_info") and hasattr(chosen, "placement"):
         chosen = chosen.placement
     if not shape or isinstance(chosen, Replicate):

@@ -9,6 +9,7 @@ call separately: a later call with a large matrix finds no idle rank.
 
 from __future__ import annotations
 
+import functools
 import heapq
 import math
 from collections.abc import Callable, Sequence
@@ -22,7 +23,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardkit.core.mesh import DataParallelMesh
 from shardkit.core.parameters.placements import Blocks, Owned
-from shardkit.core.torch_compat import local_of
 
 Cost = Callable[[torch.Tensor], float]
 """Cost of one step for the owner of a parameter, in any unit. It may depend on shape and dtype only."""
@@ -34,16 +34,11 @@ def newton_schulz_flops(parameter: torch.Tensor) -> float:
     With sides `m <= n`: `2 m^2 n` for the Gram matrix, `2 m^3` for its square, `2 m^2 n` for the update. A tensor of
     fewer dims counts one operation per element.
     """
-    shape = _own_shape(parameter)
+    shape = parameter.shape
     if len(shape) < 2:
         return float(math.prod(shape))
     short, long = sorted(shape[-2:])
     return math.prod(shape[:-2]) * (4.0 * short * short * long + 2.0 * short**3)
-
-
-def _own_shape(parameter: torch.Tensor) -> tuple[int, ...]:
-    """Shape of the owner's tensor: for a tensor-parallel parameter, this rank's shard."""
-    return tuple(local_of(parameter).shape if isinstance(parameter, DTensor) else parameter.shape)
 
 
 Weight = tuple[float, int]
@@ -104,7 +99,7 @@ class OwnerPlan:
 
 
 def _weigh(parameter: torch.Tensor, cost: Cost) -> Weight:
-    return float(cost(parameter)), math.prod(_own_shape(parameter)) * parameter.element_size()
+    return float(cost(parameter)), parameter.numel() * parameter.element_size()
 
 
 class PlannedPlacements:
@@ -128,9 +123,13 @@ class PlannedPlacements:
         return placement
 
 
+def _owned_matrix(parameter: nn.Parameter) -> Placement | None:
+    return Owned() if parameter.ndim == 2 and not isinstance(parameter, DTensor) else None
+
+
 def plan_owners(
     model: nn.Module,
-    choose: Callable[[nn.Parameter], Placement | None] = lambda parameter: Owned() if parameter.ndim == 2 else None,
+    choose: Callable[[nn.Parameter], Placement | None] = _owned_matrix,
     *,
     cost: Cost = newton_schulz_flops,
 ) -> PlannedPlacements:
@@ -170,7 +169,7 @@ def placements_for(model: nn.Module, optimizer_class: type[torch.optim.Optimizer
       where they would not quantize the whole. For LAMB, LARS and AdEMAMix, which read whole parameters, all are owned.
     - Optimizers that update each element by itself, and unknown ones: `Shard(0)`.
 
-    Call it before the first `fully_shard`. Parameters that are DTensors get `Owned()` in place of `Blocks`.
+    Call it before the first `fully_shard`. Parameters that are DTensors already get `Shard(0)`.
 
     Raises:
         TypeError: if `optimizer_class` is not a class.
@@ -180,8 +179,7 @@ def placements_for(model: nn.Module, optimizer_class: type[torch.optim.Optimizer
     name = optimizer_class.__name__.lower()
     if any(part in name for part in _BLOCK_OPTIMIZERS):
         whole = any(part in name for part in _WHOLE_BLOCK_OPTIMIZERS)
-        choose = (lambda parameter: Owned()) if whole else _in_blocks
-        return plan_owners(model, choose, cost=lambda parameter: math.prod(_own_shape(parameter)))
+        return plan_owners(model, functools.partial(_in_blocks, whole=whole), cost=torch.Tensor.numel)
     if not any(part in name for part in _MATRIX_OPTIMIZERS):
         return plan_owners(model, lambda parameter: None)
     tables = {tuple(module.weight.shape) for module in model.modules() if isinstance(module, nn.Embedding)}
@@ -189,13 +187,13 @@ def placements_for(model: nn.Module, optimizer_class: type[torch.optim.Optimizer
     for module in model.modules():
         if isinstance(module, nn.Embedding | nn.Linear) and tuple(module.weight.shape) in tables:
             ends[module.weight] = True
-    return plan_owners(model, lambda parameter: Owned() if parameter.ndim == 2 and parameter not in ends else None)
+    return plan_owners(model, lambda parameter: None if parameter in ends else _owned_matrix(parameter))
 
 
-def _in_blocks(parameter: nn.Parameter) -> Placement:
-    if isinstance(parameter, DTensor) or parameter.numel() % _BLOCK:
-        return Owned()
-    return Blocks(elements=_BLOCK)
+def _in_blocks(parameter: nn.Parameter, *, whole: bool) -> Placement | None:
+    if isinstance(parameter, DTensor):
+        return None
+    return Owned() if whole or parameter.numel() % _BLOCK else Blocks(elements=_BLOCK)
 
 
 # The load of each rank of a shard group, from parameters whose owner was not chosen by a plan.

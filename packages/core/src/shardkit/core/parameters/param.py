@@ -16,6 +16,14 @@ Note [Storage that comes and goes]
 unsharded_param is created once and lives as long as the parameter. Resharding resizes its storage to 0, unsharding
 gives it memory again and fills it through `flats`, which are tensors of their own over that storage. So a tensor that
 autograd saved in forward is valid again in backward, and no write bumps the version counter that autograd checks.
+
+Note [Attributes of parameters]
+A user may set attributes on a parameter, such as `no_weight_decay`, for an optimizer or a trainer to read. The sharded
+parameter gets those of the original, and the unsharded one gets those of the sharded one. A wrapper subclass keeps its
+inner tensors among the attributes; these are not copied, because computation would use them instead of the gathered
+ones. Gradients and hooks are not copied either: torch does not keep them among the attributes. A class that adds only
+Python to a tensor (methods, `__torch_function__`), such as a subclass of nn.Parameter, is also the class of the
+unsharded parameter, because forward may depend on it.
 """
 
 from __future__ import annotations
@@ -29,15 +37,11 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardkit.core.mesh import DataParallelMesh
-from shardkit.core.parameters.adapters import (
-    ParameterForm,
-    SubclassGather,
-    user_attributes,
-)
 from shardkit.core.parameters.gradients import (
     GradientDtype,
     hooked,
@@ -47,6 +51,7 @@ from shardkit.core.parameters.gradients import (
 )
 from shardkit.core.parameters.placed import ReplicatedGradient
 from shardkit.core.parameters.placements import layout_for, shard_of
+from shardkit.core.parameters.subclass_gather import HOOK, SubclassGather
 from shardkit.core.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardkit.core.runtime.plan import GatherItem
 from shardkit.core.runtime.sharding import ChunkLayout, dense_strides
@@ -62,11 +67,13 @@ from shardkit.core.runtime.storage import (
 )
 from shardkit.core.stock_names import PARAM_NAMES, answers_stock_names
 from shardkit.core.torch_compat import (
+    PARAMETER_FLAG,
     has_gradient_hooks,
     is_plain,
     lies_like,
     like_dtensor,
     local_of,
+    new_dtensor,
     post_accumulate_grad_hooks,
     put_engine_hook,
     replace_local,
@@ -115,6 +122,50 @@ def _warn_of_direct(sharded: torch.Tensor) -> None:
         "a method of register_fsdp_forward_method",
         stacklevel=2,
     )
+
+
+@dataclass(frozen=True)
+class ParameterForm:
+    """Connects a parameter to the plain tensor that is cut: adapters.py, Note [Forms]. This one has nothing to convert.
+
+    `local` makes the local tensor of the sharded parameter, or of its gradient, over the memory of a shard; `shard` is
+    its inverse. `unsharded` makes the tensor that the module computes with over the memory of the gathered plain one,
+    and `gradient` the plain gradient from that tensor's; it may communicate over axes that are not data-parallel.
+
+    Attributes:
+        shape: shape of the whole parameter, as state dicts have it.
+        mesh, placements: those of the sharded parameter.
+        kind: its class.
+        sums_elsewhere: whether `gradient` may have to sum over axes that are not data-parallel.
+    """
+
+    shape: torch.Size
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    kind: type[DTensor] = DTensor
+    sums_elsewhere: bool = False
+
+    def sharded(self, shard: torch.Tensor) -> DTensor:
+        """The sharded parameter, over the memory of a shard."""
+        return new_dtensor(shard, self.mesh, self.placements, self.shape, kind=self.kind)
+
+    def local(self, tensor: torch.Tensor, /) -> torch.Tensor:
+        return tensor
+
+    shard = unsharded = gradient = local
+
+
+def user_attributes(parameter: torch.Tensor) -> dict[str, Any]:
+    """The attributes of a parameter that its class did not set (see Note [Attributes of parameters])."""
+    attributes = parameter.__dict__
+    if not wraps_tensors(parameter):
+        return dict(attributes)
+    # A DTensor keeps its own attributes in slots; `detach` would cost an operator for each parameter.
+    by_class = {PARAMETER_FLAG}
+    if type(parameter) is not DTensor:
+        with torch.inference_mode(False):  # in it detach() fails for tensors that were made outside
+            by_class.update(parameter.detach().__dict__)
+    return {name: value for name, value in attributes.items() if name not in by_class}
 
 
 @dataclass(frozen=True)
@@ -182,7 +233,9 @@ class FSDPParam:
         self.offload = offload_policy if isinstance(offload_policy, CPUOffloadPolicy) else None
         self.pinned = self.offload is not None and self.offload.pin_memory and device.type != "cpu"
         self.form = form
-        plain = form.plain(original.detach())
+        plain = original.detach()
+        if isinstance(original, DTensor):
+            plain = local_of(plain)
         self.shape = plain.shape
         self.placement = placement
         self.layout = layout_for(placement, tuple(self.shape), mesh.shard_size)
@@ -194,7 +247,7 @@ class FSDPParam:
         self.gradient_dtype = GradientDtype().decided(original, self.mp_policy.reduce_dtype, shard.dtype)
         self.gradient_dtype.put_on(self.sharded_param)
         self.may_defer = False  # whether sums are wider than the computation, so that their cast can be deferred
-        # Of the unsharded parameter, unless a hook chooses: adapters.py, Note [Attributes of parameters].
+        # Of the unsharded parameter, unless a hook chooses: Note [Attributes of parameters].
         keeps_class = type(original) is not torch.Tensor and not wraps_tensors(original)
         self._unsharded_class: type[torch.Tensor] = type(original) if keeps_class else nn.Parameter
         _became[original] = weakref.ref(self)
@@ -262,8 +315,8 @@ class FSDPParam:
         self.dtype = self.mp_policy.param_dtype or local.dtype
         if not local.dtype.is_floating_point:
             self.dtype = local.dtype
-        self.subclass = None
-        if SubclassGather.wanted_by(local, self.fqn):
+        self.subclass: SubclassGather | None = None
+        if HOOK in local.__dict__ or (not is_plain(local) and hasattr(local, HOOK)):
             self.subclass = SubclassGather(self.fqn, self.mesh.shard_mesh, self.shape, self.layout, self.mp_policy)
         self._decide_gradient_dtype(self.sharded_param)
         # At world size 1 nothing is gathered: the unsharded parameter is the shard itself.

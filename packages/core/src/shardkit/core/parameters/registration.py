@@ -24,8 +24,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardkit.core.parameters.adapters import HOOK
 from shardkit.core.parameters.param import FSDPParam
+from shardkit.core.parameters.subclass_gather import HOOK
 from shardkit.core.torch_compat import held_local, local_of, version_of
 
 # -- places in modules -------------------------------------------------------------------------------------------------
