@@ -25,7 +25,7 @@ model.reset_iter_state()
 @pytest.mark.parametrize(
     ("logs", "modules"),
     [
-        ("all,+core.engine", ["engine.root", "engine.gather", "engine.gather", "engine.step"]),
+        ("all,+core.engine", ["engine.root", "engine.group", "engine.group", "engine.step"]),
         ("all,-core.engine", []),
     ],
 )

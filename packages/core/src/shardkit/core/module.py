@@ -210,7 +210,7 @@ class FSDPModule(StockFSDPModule):
         schedule.refuse_in_backward("synchronize_gradients")
         for group in reversed(groups_of(self, recurse)):
             group.synchronize_gradients()
-        schedule.finish_reductions()
+        schedule.context.finish_reductions()
 
     def get_pending_gradients(
         self, *, recurse: bool = True
@@ -226,7 +226,7 @@ class FSDPModule(StockFSDPModule):
         """
         schedule = self._get_fsdp_state().schedule
         schedule.refuse_in_backward("get_pending_gradients")
-        schedule.finish_reductions()
+        schedule.context.finish_reductions()
         pending = ((param.sharded_param, param.pending) for param in _params(self, recurse))
         return {parameter: two for parameter, two in pending if any(one is not None for one in two)}
 

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Shard
 
-from shardkit.core.engine.order_check import agree
 from shardkit.core.engine.room import Group
 from shardkit.core.parameters.param import FSDPParam, sharded_counterpart
 from shardkit.core.parameters.region import region_of
+from shardkit.core.runtime.collective import agree
 from shardkit.core.torch_compat import like_dtensor, local_of, new_dtensor
 from shardkit.legacy_fsdp_compat.flat_layout import FlatLayout, Interval, aligned_numel, row_intervals
 from shardkit.legacy_fsdp_compat.meshes import Placement as Place

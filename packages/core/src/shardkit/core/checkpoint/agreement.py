@@ -22,8 +22,8 @@ from shardkit.core.checkpoint.leaves import OPTIMIZER, SCHEDULER, Captured, Leaf
 from shardkit.core.checkpoint.plan import boxes_of, is_in_group
 from shardkit.core.checkpoint.stored import bytes_of
 from shardkit.core.digests import number_of, numbers_of
-from shardkit.core.engine.order_check import agree
 from shardkit.core.mesh import groups_of_copies
+from shardkit.core.runtime.collective import agree
 
 T = TypeVar("T")
 

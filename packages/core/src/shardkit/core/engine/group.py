@@ -9,19 +9,21 @@ transitions, and `free` is the only place that frees memory.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import functools
+import logging
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 from weakref import WeakSet
 
 import torch
 from torch.autograd import profiler
 
+from shardkit.core import events
 from shardkit.core.engine import reduction
-from shardkit.core.engine.gather import GatherPlans, gather_bytes, gather_kept, gather_sharded, place_shards
 from shardkit.core.engine.schedule import Schedule
 from shardkit.core.engine.settings import GroupSettings
 from shardkit.core.mesh import DataParallelMesh, PostForwardMesh
@@ -35,9 +37,14 @@ from shardkit.core.parameters.registration import (
     take_over,
 )
 from shardkit.core.policies import CompressionPolicy, MixedPrecisionPolicy
-from shardkit.core.runtime.choice import Communication, Transports
+from shardkit.core.runtime.choice import Communication, Transports, may_share_memory, transport_for
+from shardkit.core.runtime.collective import agree, gather_alone
 from shardkit.core.runtime.lanes import Ticket
-from shardkit.core.runtime.plan import ReducePlan
+from shardkit.core.runtime.plan import GatherItem, GatherPlan, ReducePlan, plan_gather
+from shardkit.core.runtime.sharding import ChunkLayout
+from shardkit.core.runtime.shared.meeting import possible
+from shardkit.core.runtime.shared.segment import shared_copies
+from shardkit.core.runtime.storage import outside_inference, part_of
 from shardkit.core.stock_names import GROUP_NAMES, answers_stock_names
 from shardkit.core.torch_compat import (
     RESET_DROPS_GRADIENTS,
@@ -46,6 +53,8 @@ from shardkit.core.torch_compat import (
     set_grad_enabled,
     versions_of,
 )
+
+_LOG = logging.getLogger(__name__)
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -76,7 +85,8 @@ _MOVES = {
 
 # Scripts that read profiles go by the ranges of stock.
 _RANGES = {
-    "_unshard": "all_gather",
+    "_gather": "all_gather",
+    "_gather_kept": "all_gather",
     "_wait_for_unshard": "all_gather_copy_out",
     "post_backward": "post_backward_reduce",
 }
@@ -102,6 +112,66 @@ def _ungraphed(method: _F) -> _F:
             set_grad_enabled(before)
 
     return cast(_F, run)
+
+
+@dataclass(frozen=True, eq=False)
+class GatherPlans:
+    """The plans of a group's gathers, made from its parameters: after a load or a cast both are others.
+
+    Attributes:
+        params: the parameters.
+        items: of each parameter; empty ones of a parameter that is its own shard.
+        sharded: the plan of a gather over the shard group; None for a single rank, or without items.
+        kept: that of a gather of the parts that a smaller group keeps, from its first one on.
+        has_subclass: whether a tensor subclass decides at each gather what is sent.
+    """
+
+    params: list[FSDPParam]
+    items: list[list[GatherItem]]
+    sharded: GatherPlan | None
+    has_subclass: bool
+    kept: GatherPlan | None = None
+
+    @functools.cached_property
+    def buffer_bytes(self) -> int:
+        """Bytes that a running gather takes besides the unsharded parameters."""
+        plans = (plan for plan in (self.sharded, self.kept) if plan is not None)
+        return max((plan.transport.gather_buffer_bytes(plan) for plan in plans), default=0)
+
+    @functools.cached_property
+    def unsharded_bytes(self) -> int:
+        """Bytes of the unsharded parameters; not for subclasses, which decide that at each gather."""
+        return sum(param.unsharded_bytes for param in self.params)
+
+
+def place_shards(group: FSDPParamGroup, params: Sequence[FSDPParam]) -> None:
+    """Moves the shards of `params`, just made or assigned, to where they are gathered from.
+
+    That is pinned memory if they are offloaded, or shared memory if peers on this host read them.
+    """
+    if group.offloaded:
+        _pin_together([param for param in params if param.pinned])
+    over = group.mesh.shard_group
+    if over is None or not may_share_memory(over, group.device) or not possible():
+        return
+    shards = {param: shard for param in params if (shard := param.shard_to_share) is not None}
+    for param, copy in zip(shards, shared_copies(list(shards.values())), strict=True):
+        param.move_shard(copy)
+
+
+def _pin_together(params: Sequence[FSDPParam]) -> None:
+    """Moves shards on the host that are not pinned to one buffer for each dtype, so that they cross in one copy."""
+    unpinned: dict[torch.dtype, list[FSDPParam]] = {}
+    for param in params:
+        shard = param.shard
+        if type(shard) is torch.Tensor and shard.device.type == "cpu" and not shard.is_pinned():
+            unpinned.setdefault(shard.dtype, []).append(param)
+    with outside_inference():
+        for dtype, together in unpinned.items():
+            sizes = [param.shard.numel() for param in together]
+            buffer = torch.empty(sum(sizes), dtype=dtype, device="cpu", pin_memory=True)
+            for param, part in zip(together, buffer.split(sizes), strict=True):
+                param.move_shard(part_of(buffer, part.view(param.shard.shape).copy_(param.shard)))
 
 
 @answers_stock_names(GROUP_NAMES)
@@ -228,12 +298,12 @@ class FSDPParamGroup:
         return self.plans.unsharded_bytes
 
     def bytes_when_used(self, *, in_backward: bool) -> int:
-        """Bytes that the gather takes that its next use needs; collective as `gather_bytes` is.
+        """Bytes that its next gather takes, and then its parameters; collective until there are plans.
 
         The size that a tensor subclass sends is known after its first gather; until then the parameter's size counts.
         """
-        from_kept = in_backward and self.residence is Residence.KEPT
-        return gather_bytes(self, from_kept=from_kept) + self.unsharded_bytes
+        transports, plans = self._prepare(from_kept=in_backward and self.residence is Residence.KEPT)
+        return self.unsharded_bytes + (0 if transports.gather is None else plans.buffer_bytes)
 
     # -- unshard and reshard -------------------------------------------------------------------------------------------
 
@@ -266,22 +336,19 @@ class FSDPParamGroup:
             return False
         if not in_backward:  # a backward gathers the casts again: it reads what its forward has read
             self.cast_shards = None
-        self._unshard(from_kept=in_backward and self.residence is Residence.KEPT)
-        return True
-
-    @_ungraphed
-    def _unshard(self, *, from_kept: bool) -> None:
         try:
             for call in [*self.before_gather]:
                 call()
             if (check := self.schedule.order_check) is not None:
                 self.schedule.context.catch_up()
                 check.record("all-gather", self.label, self.mesh.shard_group, self.device)
-            self.ticket = gather_kept(self) if from_kept else gather_sharded(self)
+            from_kept = in_backward and self.residence is Residence.KEPT
+            self.ticket = self._gather_kept() if from_kept else self._gather()
         except BaseException:  # Ctrl-C included: room is taken, and some storages may have their memory already
             self.free()
             raise
         self._move_to(Residence.GATHERING)
+        return True
 
     @property
     def written(self) -> bool:
@@ -395,6 +462,128 @@ class FSDPParamGroup:
         self.schedule.room.uncache(self)
         self.schedule.room.charge(self, 0)
 
+    # -- gathers -------------------------------------------------------------------------------------------------------
+
+    def _prepare(self, *, from_kept: bool = False) -> tuple[Transports, GatherPlans]:
+        """The transports and plans, made by the first gather after a change; then ranks of the shard group meet."""
+        chosen, communication = self.transports, self.settings.communication
+        if chosen is None or chosen[0] is not communication:
+            with events.waiting(self.label, "set-up") if events.hub.active else contextlib.nullcontext():
+                transports = communication.transports(self.mesh.shard_group, self.device, self.label)
+            chosen = self.transports = communication, transports
+            names = [None if one is None else one.name for one in (transports.gather, transports.reduce)]
+            _LOG.debug("%s: gathers through %s, reduces through %s", self.label, *names)
+        if self.plans is None:
+            for param in self.params:
+                param.check_ready()
+            has_subclass = any(param.subclass for param in self.params)
+            self._plan(chosen[1], [] if has_subclass else [param.items([]) for param in self.params], has_subclass)
+        assert self.plans is not None
+        if from_kept and self.plans.kept is None:
+            smaller = self.settings.post_forward_mesh
+            assert smaller is not None
+            flats = [(param.fqn, flat) for param in self.params for flat in param.flats]
+            items = [GatherItem(fqn, ChunkLayout((flat.numel(),), 0, smaller.size), flat.dtype) for fqn, flat in flats]
+            transport = transport_for(smaller.group, self.device, communication.registered)
+            self.plans = replace(self.plans, kept=plan_gather(items, transport, self.label, smaller.rank))
+        return chosen[1], self.plans
+
+    def _plan(self, transports: Transports, items: list[list[GatherItem]], has_subclass: bool) -> None:
+        plan, sent = None, [item for each in items for item in each]
+        if transports.gather is not None and sent:
+            plan = plan_gather(sent, transports.gather, self.label, self.mesh.shard_rank)
+        self.plans = GatherPlans(self.params, items, plan, has_subclass)
+
+    @_ungraphed
+    def _gather(self) -> Ticket | None:
+        """Starts a gather from the shards. None if there is nothing to wait for."""
+        params = self.params
+        transports, plans = self._prepare()
+        before, self.versions = self.versions, versions_of([param.sharded_param for param in params])
+        if self.settings.post_forward_mesh is not None:  # forward gathers the shards, and needs no kept parts
+            for param in params:
+                param.kept.clear()
+        if plans.has_subclass:
+            inputs = [param.sources() for param in params]
+            items = [param.items(sources) for param, sources in zip(params, inputs, strict=True)]
+            if items != plans.items:
+                self._check_wire_sizes(transports, items)
+                self._plan(transports, items, has_subclass=True)
+                plans = cast(GatherPlans, self.plans)
+            sources = [source for each in inputs for source in each]
+        else:
+            sources = [source for param in params for source in param.sources()]
+        if not sources:  # every parameter is its own shard
+            return None
+        context = self.schedule.context
+        lane, transport = context.gathers, transports.gather
+        read = sources
+        if self.offloaded:
+            dtypes = [item.dtype for each in plans.items for item in each]
+            read = context.on_device(sources, dtypes, self.cast_shards)
+        # The lane owns the memory: it frees and allocates in its own order, and need not wait for the compute stream.
+        with lane.owning_memory():
+            with contextlib.nullcontext() if transport is None else transport.registered_memory():
+                for param, items_of in zip(params, plans.items, strict=True):
+                    param.allocate(items_of)
+            targets = [target for param in params for target in param.targets]
+            if plans.sharded is not None:
+                program = plans.sharded.transport.gather(plans.sharded, read, targets)
+            else:
+                program = gather_alone(read, targets)
+        if plans.sharded is None and not lane.has_streams:  # a single rank on a CPU: a copy, which ends here
+            next(program, None)
+            return None
+        # The lane waits for the current stream only if that has written to the shards: everything that computes would
+        # delay the gather. The inputs of fsdp_pre_all_gather are always made there, just before this.
+        if (written := before != self.versions) and lane.has_streams:
+            context.wait_for_writers()
+        ticket = lane.start(program, self.label, sources, after_current=written or plans.has_subclass)
+        if transport is not None and transport.peers_read_shards:
+            context.note_read_by_peers(ticket, transport)
+        return ticket
+
+    def _check_wire_sizes(self, transports: Transports, items: list[list[GatherItem]]) -> None:
+        """Checks that ranks agree on the sizes that subclasses chose; different sizes would hang (collective).
+
+        Raises:
+            ValueError: on every rank of the shard group.
+        """
+        uneven = [
+            (param, [(item.layout.numel, str(item.dtype)) for item in items_of])
+            for param, items_of in zip(self.params, items, strict=True)
+            if param.subclass is not None and param.layout.padded_numel != param.layout.numel
+        ]
+        over = self.mesh.shard_group
+        if not uneven or over is None or transports.gather is None:
+            return
+        if agree(repr([sent for _, sent in uneven]).encode(), over, self.device):
+            return
+        param = uneven[0][0]
+        assert param.subclass is not None
+        shapes = [layout.padded_local_shape for layout in param.subclass.layouts]
+        raise ValueError(
+            f"parameter '{param.fqn}' of shape {tuple(param.shape)} is sharded unevenly over {over.size()} ranks, and "
+            f"its fsdp_pre_all_gather returned tensors of other sizes on other ranks, here {shapes}; pad them to "
+            f"the size for a full chunk, {param.layout.padded_local_shape}"
+        )
+
+    @_ungraphed
+    def _gather_kept(self) -> Ticket:
+        """Starts a gather from the parts that a smaller group keeps."""
+        _, plans = self._prepare(from_kept=True)  # transports of the reduction, too
+        assert plans.kept is not None
+        transport, lane = plans.kept.transport, self.schedule.context.gathers
+        with lane.owning_memory():
+            with transport.registered_memory():
+                for param in self.params:
+                    param.allocate([])
+            sources = [part for param in self.params for part in param.kept]
+            targets = [flat for param in self.params for flat in param.flats]
+            program = transport.gather(plans.kept, sources, targets)
+        # The lane has waited for the parts: they were copied before the memory was freed.
+        return lane.start(program, self.label, after_current=False)
+
     # -- gradients -----------------------------------------------------------------------------------------------------
 
     def begin_backward(self) -> None:
@@ -449,6 +638,8 @@ class FSDPParamGroup:
                     check.record("all-reduce", label, replicas, self.device)
         assert self.transports is not None, self.label  # a gather came before
         transport = self.transports[1].reduce
+        if self.offloaded and any(param.pinned for param in params):
+            context.copies_to_pinned = True
         for ticket in self._reducing:
             if not ticket.done:  # its backward was not the last: as in stock, sums do not pile up
                 ticket.wait()

@@ -10,7 +10,6 @@ groups may wait for its peers' part in earlier operations, so a rank completes a
 from __future__ import annotations
 
 import hashlib
-import os
 from collections import deque
 from typing import Any
 
@@ -18,38 +17,9 @@ import torch
 import torch.distributed as dist
 
 from shardkit.core import events
+from shardkit.core.runtime.collective import agree
 
 _SHOWN = 8
-
-
-def wanted_checks() -> tuple[bool, int | None]:
-    """The checks in SHARDKIT_DEBUG: whether that of the order, and after how many forwards replicas are compared again.
-
-    Its words, joined by commas, are "order", and "replicas" for a comparison in each forward, or "replicas=100". The
-    number is None if only the first forward compares them.
-    """
-    words = os.environ.get("SHARDKIT_DEBUG", "").split(",")
-    for word in words:
-        name, _, every = word.partition("=")
-        if name == "replicas":
-            if every and (not every.isdecimal() or int(every) < 1):
-                raise ValueError(f"SHARDKIT_DEBUG has {word!r}; expected replicas, or replicas=100 for every 100th")
-            return "order" in words, int(every or 1)
-    return "order" in words, None
-
-
-def agree(digest: bytes, group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether all ranks of `group` passed the same digest (collective; 16 bytes on the wire).
-
-    One all-reduce: the maxima of a value and of its negation cancel only if all values are equal.
-    """
-    if dist.get_backend(group) == "fake":  # all its ranks are this one
-        return True
-    value = int.from_bytes(hashlib.blake2b(digest, digest_size=7).digest(), "big")
-    pair = torch.tensor([value, -value], dtype=torch.int64, device=device)
-    dist.all_reduce(pair, op=dist.ReduceOp.MAX, group=group)
-    high, low = pair.tolist()
-    return bool(high == -low)
 
 
 class OrderCheck:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
+import os
 import warnings
 import weakref
 from collections import defaultdict
@@ -18,12 +20,13 @@ from torch import nn
 from shardkit.core import events
 from shardkit.core.digests import numbers_of
 from shardkit.core.engine.group import FSDPParamGroup
-from shardkit.core.engine.order_check import OrderCheck, agree, wanted_checks
+from shardkit.core.engine.order_check import OrderCheck
 from shardkit.core.engine.schedule import Schedule, ScheduledState
 from shardkit.core.mesh import DataParallelMesh, groups_of_copies
 from shardkit.core.parameters.collect import STATE
 from shardkit.core.parameters.param import FSDPParam
 from shardkit.core.parameters.placements import is_ours
+from shardkit.core.runtime.collective import agree
 from shardkit.core.torch_compat import local_of, outside_transforms, stock_modules_around
 
 
@@ -76,12 +79,12 @@ def initialise_root(root: RootedState, *, same_names: bool = True) -> None:
                 f"set_manual_backward_finalization(True) was called on '{state.fqn}', below the root "
                 f"{type(module).__name__}; it is a setting of the root; call it there"
             )
-    with events.waiting(root.fqn, "set-up"):
+    with events.waiting(root.fqn, "set-up") if events.hub.active else contextlib.nullcontext():
         groups = list(dict.fromkeys(group for state in states for group in state.groups))
         _check_agreement(groups, root, same_names)
     _warn_of_smaller_meshes(groups)
     live_roots.add(root)
-    checks_order, checks_replicas_every = wanted_checks()
+    checks_order, checks_replicas_every = _wanted_checks()
     if checks_order:
         root.schedule.order_check = OrderCheck()
     for index, state in enumerate(states):
@@ -108,6 +111,22 @@ def initialise_root(root: RootedState, *, same_names: bool = True) -> None:
     _LOG.info("%s is a root: %d parameters in %d groups of %d calls", root.fqn, count, len(groups), len(states))
     if events.hub.active:
         events.emit(events.RootReady(module))
+
+
+def _wanted_checks() -> tuple[bool, int | None]:
+    """The checks in SHARDKIT_DEBUG: whether that of the order, and after how many forwards replicas are compared again.
+
+    Its words, joined by commas, are "order", and "replicas" for a comparison in each forward, or "replicas=100". The
+    number is None if only the first forward compares them.
+    """
+    words = os.environ.get("SHARDKIT_DEBUG", "").split(",")
+    for word in words:
+        name, _, every = word.partition("=")
+        if name == "replicas":
+            if every and (not every.isdecimal() or int(every) < 1):
+                raise ValueError(f"SHARDKIT_DEBUG has {word!r}; expected replicas, or replicas=100 for every 100th")
+            return "order" in words, int(every or 1)
+    return "order" in words, None
 
 
 def _refuse_other_engine_around(module: nn.Module) -> None:

@@ -38,11 +38,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardkit.core import events
-from shardkit.core.engine.context import CommContext
 from shardkit.core.engine.group import FSDPParamGroup, Residence
 from shardkit.core.engine.handed import HandedContainers
 from shardkit.core.engine.root import initialise_root
-from shardkit.core.engine.schedule import Finalization, Forward, Pass, Schedule
+from shardkit.core.engine.schedule import CommContext, Finalization, Forward, Pass, Schedule
 from shardkit.core.engine.transforms import watch_each, watch_together
 from shardkit.core.optimizer_steps.plain_steps import lent, restore_interrupted_steps
 from shardkit.core.parameters.collect import STATE
@@ -620,7 +619,7 @@ class FSDPState:
                 schedule.room.free_cached()
             if is_last or not context.reductions.has_streams:
                 # On a CPU the last reductions go on only if somebody waits: gradients would come after `zero_grad()`.
-                schedule.finish_reductions()
+                context.finish_reductions()
             context.wait_until_peers_have_read()
             if events.hub.active:
                 events.emit(events.BackwardEnded(is_last))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -217,3 +218,17 @@ def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, op: Any, label: s
         tensor.div_(world)
     if events.hub.active:
         events.emit(events.AllReduceFinished(*described, time.perf_counter() - launched, transport="c10d"))
+
+
+def agree(digest: bytes, group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether all ranks of `group` passed the same digest (collective; 16 bytes on the wire).
+
+    One all-reduce: the maxima of a value and of its negation cancel only if all values are equal.
+    """
+    if dist.get_backend(group) == "fake":  # all its ranks are this one
+        return True
+    value = int.from_bytes(hashlib.blake2b(digest, digest_size=7).digest(), "big")
+    pair = torch.tensor([value, -value], dtype=torch.int64, device=device)
+    dist.all_reduce(pair, op=dist.ReduceOp.MAX, group=group)
+    high, low = pair.tolist()
+    return bool(high == -low)

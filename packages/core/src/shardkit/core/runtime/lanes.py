@@ -232,7 +232,7 @@ class StreamLane:
         reduced gradients,       the reduction lane's, that of a cast after an all-reduce its second stage's. Whoever
         their casts              drops them does so on the compute stream, and the next reduction starts behind that.
         shards                   the compute stream's, and written there. A gather waits for the compute stream when
-                                 they were written since it last did (gather.py).
+                                 they were written since it last did (group.py).
 
     No `record_stream` is needed, and the order of memory reuse does not depend on timing.
 
