@@ -21,13 +21,10 @@ from tests.simulation.races import Checker, Site, calling_site
 Reference = tuple[Site, str]
 
 
-def unneeded_waits(excluded: Sequence[str]) -> tuple[int, set[str]]:
-    """How many waits the engine asks for, and those that can be left out without a finding.
-
-    `excluded`: configurations that have findings anyhow.
-    """
+def unneeded_waits() -> tuple[int, set[str]]:
+    """How many waits the engine asks for, and those that can be left out without a finding."""
     places: dict[Site, list[Configuration]] = {}
-    for configuration in _without(excluded):
+    for configuration in CONFIGURATIONS:
         for site in check(configuration).waited_at:
             places.setdefault(site, []).append(configuration)
 
@@ -37,10 +34,10 @@ def unneeded_waits(excluded: Sequence[str]) -> tuple[int, set[str]]:
     return len(places), {site.functions for site in places if not found(site)}
 
 
-def unneeded_references(excluded: Sequence[str]) -> tuple[int, set[str]]:
+def unneeded_references() -> tuple[int, set[str]]:
     """How many references keep memory alive for a program, and those that can be dropped without a finding."""
     places: dict[Reference, list[Configuration]] = {}
-    for configuration in _without(excluded):
+    for configuration in CONFIGURATIONS:
         seen: set[Reference] = set()
         with _dropping(lambda reference, seen=seen: bool(seen.add(reference))):  # type: ignore[misc, func-returns-value]
             check(configuration)
@@ -75,7 +72,3 @@ def _dropping(drops: Callable[[Reference], bool]) -> Iterator[None]:
                 patches.enter_context(mock.patch.object(module, "hold", hold_some))
         patches.enter_context(mock.patch.object(lanes.StreamLane, "start", start_with_some))
         yield
-
-
-def _without(excluded: Sequence[str]) -> list[Configuration]:
-    return [one for one in CONFIGURATIONS if one.name not in excluded]

@@ -3,7 +3,7 @@
 import copy
 import ctypes
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -165,53 +165,6 @@ def _freeze_first(model: Any) -> None:
         block.weights[0].requires_grad_(False)
 
 
-def _numbers(model: Any) -> None:
-    """Gradients differ by element and by step, though no other rank sends any."""
-    for block in model.blocks:
-        calls = iter(range(1, 100))
-
-        def write(output: torch.Tensor, calls: Iterator[int] = calls) -> None:
-            output.copy_(torch.linspace(-1, next(calls), output.numel(), device="sim"))
-
-        block.set_all_reduce_hook(write)
-
-
-def trained(how: str, shards: int, rank: int, offload: dict[str, Any] | None) -> list[bytes]:
-    """Gradients, those of the step before if they are kept, and shards after each step of one of the ranks."""
-    build = _in_two_dtypes if how == "two dtypes" else _fill
-    of_ranks: dict[str, Any] = {"shards": shards, "rank": rank, "offload": offload}
-    scenario = Scenario("bits", (ODD,) * 2, **of_ranks, steps=3, build=build, prepare=_numbers)
-    seen: list[bytes] = []
-    kept: list[torch.Tensor] = []
-    with started(scenario, "ours", Observer(), lambda: 0.0) as run:
-        params = [one for one in run.model.parameters() if one.requires_grad]
-        run.optimizer = torch.optim.AdamW(params, lr=0.1)
-        for parameter in params[::3] if how == "hooks" else ():
-            parameter.register_hook(lambda gradient: 2 * gradient)
-            parameter.register_post_accumulate_grad_hook(lambda one: one.grad.to_local().add_(1))
-        for _ in take_steps(run):
-            run.optimizer.step()
-            gradients = [one.grad.to_local() for one in params]
-            seen += [_value(one) for one in (*gradients, *kept, *(one.to_local() for one in run.model.parameters()))]
-            kept = gradients if how == "kept" else []
-            run.optimizer.zero_grad(set_to_none=how != "zeros")
-    return seen
-
-
-def _value(tensor: torch.Tensor) -> bytes:
-    return _bytes(tensor.detach().cpu().contiguous())
-
-
-@pytest.mark.parametrize("how", ["kept", "zeros", "hooks", "two dtypes"])
-@pytest.mark.parametrize(("shards", "rank"), [(1, 0), (2, 1), (3, 2), (4, 3)])
-def test_offload_changes_no_bit(how: str, shards: int, rank: int, on_device: Callable[..., Any]) -> None:
-    """Of shards that are whole, uneven and empty; also where only some are on the host, or they are not pinned."""
-    expected = on_device(trained, how, shards, rank, None)
-    assert any(any(one) for one in expected)
-    for offload in ({}, {"budget": 80}, {"pin_memory": False}):
-        assert on_device(trained, how, shards, rank, offload) == expected
-
-
 def copies(build: Callable[[Any], None], change: str) -> tuple[list[int], list[int]]:
     """Bytes of each copy to the device, and back, in the last step of one block, whose middle shard is another one."""
     observer = _Transfers()
@@ -274,22 +227,28 @@ def test_one_copy_for_each_dtype(
     assert on_device(copies, build, change) == (there, back)
 
 
-def homes(name: str, options: dict[str, Any]) -> tuple[list[str], list[str], int]:
-    """Where shards and their gradients lie after a step, by parameter of the first block, and copies to the device."""
+def homes(options: dict[str, Any]) -> tuple[list[str], list[str], int, list[bytes]]:
+    """Where shards and their gradients lie after two steps, by parameter of the first block; copies to the device.
+
+    Then the gradients' values; hooks change those of the second block.
+    """
 
     def home(tensor: Any) -> str:
         local = tensor.to_local()
         return "pinned" if local.device.type == "cpu" and local.is_pinned() else local.device.type
 
-    (scenario,) = (one.scenario for one in CONFIGURATIONS if one.name == name)
     observer = _Transfers()
-    blocks = len(scenario.blocks)
-    with started(replace(scenario, offload=None, our_options=options), "ours", observer, lambda: 0.0) as run:
+    scenario = Scenario("homes", (ODD,) * 2, steps=2, build=_fill, our_options=options)
+    with started(scenario, "ours", observer, lambda: 0.0) as run:
+        for hooked in run.model.blocks[1].parameters():
+            hooked.register_hook(lambda gradient: 2 * gradient)
+            hooked.register_post_accumulate_grad_hook(lambda one: one.grad.to_local().add_(1))
         for _ in take_steps(run):
             copied, observer.seen = len(observer.seen), []
         shards = [*run.model.parameters()]
-        first = shards[: len(shards) // blocks]
-        return [home(one) for one in first], [home(one.grad) for one in first], copied
+        values = [_bytes(one.grad.to_local().cpu().contiguous()) for one in shards]
+        first = shards[: len(shards) // 2]
+        return [home(one) for one in first], [home(one.grad) for one in first], copied, values
 
 
 @pytest.mark.parametrize(
@@ -303,10 +262,12 @@ def homes(name: str, options: dict[str, Any]) -> tuple[list[str], list[str], int
     ids=["by name", "not pinned", "by budget", "not all pinned"],
 )
 def test_each_parameter_has_its_home(policy: Any, expected: list[str], on_device: Callable[..., Any]) -> None:
-    """A shard of (16, 8) has the most bytes."""
-    places, of_gradients, copied = on_device(homes, "plain", {"offload_policy": policy})
+    """A shard of (16, 8) has the most bytes. Gradients have the bits of those on the device."""
+    places, of_gradients, copied, gradients = on_device(homes, {"offload_policy": policy})
     assert places == of_gradients == expected
     assert copied
+    assert any(map(any, gradients))
+    assert gradients == on_device(homes, {})[-1]
 
 
 BLOCKS, BLOCK = 24, BlockSpec(shapes=((64, 64), (64,)))

@@ -40,18 +40,9 @@ class Session:
         """Standard normal numbers."""
         return torch.randn(shape or (8, WIDTH), generator=self._generator())
 
-    def labels(self, classes: int, *shape: int) -> Tensor:
-        """Class numbers."""
-        return torch.randint(classes, shape, generator=self._generator())
-
     def _generator(self) -> torch.Generator:
         self._batches += 1
         return torch.Generator().manual_seed(self._batches)
-
-    def sync(self, model: Any, on: bool) -> None:
-        """Whether the backwards that follow reduce gradients."""
-        if self.ranks > 1:
-            model.set_requires_gradient_sync(on)
 
     def note(self, name: str, value: Tensor) -> None:
         """Something to compare."""
@@ -116,26 +107,6 @@ def net_of(blocks: list[nn.Module]) -> Net:
 
 
 # -- unusual ways through autograd -------------------------------------------------------------------------------------
-
-
-@recipe
-def one_backward_for_each_head(session: Session) -> None:
-    def run(model: Any, x: Tensor) -> list[Tensor]:
-        hidden = model.body(x)
-        return [head(hidden).square().mean() for head in model.heads]
-
-    model = Composed(run, body=Net(), heads=nn.ModuleList(nn.Linear(WIDTH, 3) for _ in range(3)))
-    session.shard(model, *model.body.blocks, *model.heads)
-    optimizer = sgd(model)
-    for step in range(4):
-        losses = model(session.batch())
-        for index, loss in enumerate(losses if step % 2 else losses[::-1]):
-            loss.backward(retain_graph=index < 2)
-            if step > 1:  # conflicting gradients are looked at one by one
-                for name, parameter in model.named_parameters():
-                    if parameter.grad is not None:
-                        session.note(f"{index} {name}", parameter.grad.norm())
-        session.step(optimizer, model)
 
 
 @recipe
@@ -212,42 +183,7 @@ def decay_in_the_loss(session: Session) -> None:
         session.step(optimizer, model)
 
 
-# -- losses and keys that blocks keep aside ----------------------------------------------------------------------------
-
-
-class Experts(nn.Module):
-    """A mixture of experts: the router's losses are attributes, its load a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.router = nn.Linear(WIDTH, 4, bias=False)
-        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
-        self.register_buffer("load", torch.zeros(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        share = self.router(x).softmax(-1)
-        weight, chosen = share.topk(2, -1)
-        y = torch.zeros_like(x)
-        for index, expert in enumerate(self.experts):
-            rows, place = (chosen == index).nonzero(as_tuple=True)
-            if rows.numel():
-                y = y.index_add(0, rows, weight[rows, place, None] * torch.tanh(expert(x[rows])))
-        self.load += torch.bincount(chosen.flatten(), minlength=4)
-        self.balance = (share.mean(0) * torch.zeros_like(share).scatter(1, chosen, 1).mean(0)).sum()
-        self.z = self.router(x).logsumexp(-1).square().mean()
-        return x + y
-
-
-@recipe
-def mixture_of_experts_recomputed(session: Session) -> None:
-    model = net_of([Experts() for _ in range(3)])
-    model.run = functools.partial(checkpoint, use_reentrant=False)
-    session.shard(model, *(expert for block in model.blocks for expert in block.experts), *model.blocks)
-    optimizer = sgd(model)
-    for _ in range(3):
-        loss = model(session.batch()).square().mean()
-        (loss + sum(block.balance + 0.1 * block.z for block in model.blocks)).backward()
-        session.step(optimizer, model)
+# -- keys that blocks keep aside ---------------------------------------------------------------------------------------
 
 
 @recipe
@@ -271,21 +207,7 @@ def trained_key_cache(session: Session) -> None:
         session.step(optimizer, model)
 
 
-# -- parameters that are frozen, hooked or computed --------------------------------------------------------------------
-
-
-@recipe
-def unfrozen_into_a_new_optimizer_group(session: Session) -> None:
-    model = Net(3)
-    model.blocks.requires_grad_(False)
-    session.shard(model, *model.blocks)
-    optimizer = sgd(model)
-    for step in range(4):
-        if step:
-            model.blocks[3 - step].requires_grad_(True)
-            optimizer.add_param_group({"params": list(model.blocks[3 - step].parameters()), "lr": 0.01})
-        model(session.batch()).square().mean().backward()
-        session.step(optimizer, model)
+# -- parameters that are hooked or computed ----------------------------------------------------------------------------
 
 
 def _halve_gradient(parameter: Tensor) -> None:
@@ -322,25 +244,7 @@ def computed_weights(session: Session) -> None:
     train(session, nn.Sequential(*linears), *linears)
 
 
-# -- optimizers, and operations around their steps ---------------------------------------------------------------------
-
-
-@recipe
-def sharpness(session: Session) -> None:
-    model = session.shard(net := Net(), *net.blocks)
-    optimizer = sgd(model)
-    for _ in range(3):
-        x = session.batch()
-        model(x).square().mean().backward()
-        norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
-        moves = [parameter.grad * 0.05 / norm for parameter in model.parameters()]
-        optimizer.zero_grad()
-        with torch.no_grad():
-            torch._foreach_add_(list(model.parameters()), moves)
-        model(x).square().mean().backward()
-        with torch.no_grad():
-            torch._foreach_sub_(list(model.parameters()), moves)
-        session.step(optimizer, model)
+# -- optimizers --------------------------------------------------------------------------------------------------------
 
 
 @recipe
@@ -360,7 +264,7 @@ def line_search(session: Session) -> None:
         session.step(sgd(model), model)
 
 
-# -- several models, and several forwards before a backward ------------------------------------------------------------
+# -- several models ----------------------------------------------------------------------------------------------------
 
 
 @recipe
@@ -380,41 +284,6 @@ def adversarial_with_a_frozen_judge_and_a_penalty(session: Session) -> None:
         judge.requires_grad_(False)
         (-judge(maker(session.batch())).mean()).backward()
         session.step(makes, maker)
-
-
-@recipe
-def contrastive_in_parts(session: Session) -> None:
-    """Embeddings without a graph, the gradient of their loss, then a forward and a backward for each part."""
-    model = session.shard(net := Net(), *net.blocks)
-    optimizer = sgd(model)
-    for _ in range(3):
-        parts = [session.batch(4, WIDTH) for _ in range(3)]
-        with torch.no_grad():
-            found = torch.cat([model(part) for part in parts])
-        found.requires_grad_()
-        F.cross_entropy(found @ found.t(), torch.arange(12)).backward()
-        assert found.grad is not None
-        for index, (part, gradient) in enumerate(zip(parts, found.grad.split(4), strict=True)):
-            session.sync(model, index == 2)
-            (model(part) * gradient).sum().backward()
-        session.step(optimizer, model)
-
-
-@recipe
-def slow_teacher(session: Session) -> None:
-    student, teacher = Net(), Net()
-    teacher.load_state_dict(student.state_dict())
-    teacher.requires_grad_(False)
-    for model in (student, teacher):
-        session.shard(model, *model.blocks)
-    optimizer = sgd(student)
-    for _ in range(3):
-        with torch.no_grad():
-            for old, new in zip(teacher.parameters(), student.parameters(), strict=True):
-                old.lerp_(new.detach(), 0.2)
-            keys = teacher(session.batch())
-        F.cross_entropy(student(session.batch()) @ keys.t(), torch.arange(8)).backward()
-        session.step(optimizer, student, teacher)
 
 
 # -- the test ----------------------------------------------------------------------------------------------------------
