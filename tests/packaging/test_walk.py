@@ -19,15 +19,15 @@ from tests.support import run_ranks
 
 ROOT = Path(shardkit.core.__file__).parent
 LIMITS = {  # functions, files
-    "fully_shard": (64, 20),
-    "first forward": (138, 22),
-    "forward": (83, 15),
-    "backward": (98, 16),
+    "fully_shard": (62, 15),
+    "first forward": (136, 18),
+    "forward": (82, 13),
+    "backward": (96, 14),
     "step": (5, 3),
-    "all": (256, 33),
+    "all": (251, 27),
 }
 if torch.__version__ >= "2.15":
-    LIMITS |= {"backward": (99, 16), "all": (257, 33)}  # gradients stay wider than the compute dtype: `_common_dtype`
+    LIMITS |= {"backward": (97, 14), "all": (252, 27)}  # gradients stay wider than the compute dtype: `_common_dtype`
 
 
 class Block(nn.Module):

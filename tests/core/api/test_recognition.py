@@ -133,8 +133,9 @@ def test_replicate_is_refused(rank: int, world_size: int) -> None:
         shardkit.fully_shard(child)
     tied = nn.Linear(3, 3)
     tied.weight = child.weight
-    with pytest.raises(ValueError, match=r"'1.weight' is also 'weight' of a DDPLinear"):
-        shardkit.fully_shard(nn.Sequential(child, tied))
+    model = shardkit.fully_shard(nn.Sequential(child, tied))
+    with pytest.raises(RuntimeError, match=r"plain tensor that was parameter '1.weight' before fully_shard"):
+        model(torch.ones(1, 3)).sum().backward()
 
 
 def _replicate_within_parent(api: Any, how: str) -> list[Tensor]:

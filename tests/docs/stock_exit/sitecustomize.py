@@ -15,7 +15,7 @@ def _wait() -> None:
     if "torch.distributed" in sys.modules and "shardkit.core" not in sys.modules:
         core = find_spec("shardkit.core")  # imports nothing of it
         assert core is not None and core.origin is not None
-        runpy.run_path(str(Path(core.origin).parent / "runtime" / "gloo_threads.py"))["_wait"]()
+        runpy.run_path(str(Path(core.origin).parent / "runtime" / "gloo_threads.py"))["wait_for_threads"]()
 
 
 atexit.register(_wait)

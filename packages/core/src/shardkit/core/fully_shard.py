@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
+import types
 import weakref
 from collections.abc import Mapping, Sequence
-from functools import partial
 from itertools import starmap
 from typing import Any, overload
 
@@ -21,7 +23,7 @@ from shardkit.core.mesh import (
     device_of,
     post_forward_mesh,
 )
-from shardkit.core.module import FSDPModule, make_sharded_class
+from shardkit.core.module import FSDPModule, refuse_deepcopy
 from shardkit.core.observers import start_observers
 from shardkit.core.optimizers import watch_optimizers
 from shardkit.core.parameters.collect import (
@@ -45,8 +47,10 @@ from shardkit.core.policies import (
     as_offload,
     offload_of_each,
 )
-from shardkit.core.runtime.gloo_threads import wait_at_exit
+from shardkit.core.runtime.gloo_threads import wait_for_threads
 from shardkit.core.torch_compat import mark_managed
+
+atexit.register(wait_for_threads)
 
 
 @overload
@@ -132,7 +136,6 @@ def fully_shard(
     data_parallel = data_parallel_mesh(mesh, as_mesh_dims(dp_mesh_dims))
     device = device_of(mesh)
     start_observers()
-    wait_at_exit()
     policy = as_mixed_precision(mp_policy)
     if not isinstance(compression_policy, CompressionPolicy | None):
         raise TypeError(f"compression_policy must be a CompressionPolicy, got {type(compression_policy).__name__}")
@@ -157,7 +160,9 @@ def fully_shard(
         for one in parameters:
             where = list(starmap(Slot.of, one.holders)), one.mesh, one.placement
             param = FSDPParam(one.parameter, one.fqn, *where, one.form, device, policy, offload[one.fqn])
-            move_gradient_hooks(one.parameter, param.sharded_param, partial(_fqn_of, weakref.ref(param), one.fqn))
+            move_gradient_hooks(
+                one.parameter, param.sharded_param, functools.partial(_fqn_of, weakref.ref(param), one.fqn)
+            )
             (main if one.placement is not None else whole).append(param)
         if main:
             state.add_group(FSDPParamGroup(main, mesh_of_group, device, policy, reshard, smaller, compression_policy))
@@ -172,12 +177,20 @@ def fully_shard(
             one_module.register_load_state_dict_pre_hook(state.before_load)
     for one_module in modules:
         one_module.register_load_state_dict_post_hook(state.after_load)
-        one_module.__class__ = make_sharded_class(type(one_module))
+        kind: Any = type(one_module)
+        one_module.__class__ = _sharded_class(kind)
     watch_optimizers()
     return module
 
 
 fully_shard.state = state_of  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _sharded_class(cls: Any) -> type:
+    """The subclass `FSDP<Name>` of `cls` that becomes the class of sharded modules."""
+    body = {"__deepcopy__": refuse_deepcopy, "__module__": cls.__module__}
+    return types.new_class(f"FSDP{cls.__name__}", (FSDPModule, cls), exec_body=lambda namespace: namespace.update(body))
 
 
 def _fqn_of(reference: weakref.ReferenceType[FSDPParam], otherwise: str) -> str:

@@ -575,16 +575,3 @@ def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
     states = [module._get_fsdp_state() for module in modules]
     for state in states[1:]:
         state.schedule.context = states[0].schedule.context
-
-
-_sharded_classes: dict[type, type] = {}
-
-
-def make_sharded_class(cls: type[nn.Module]) -> type:
-    """The subclass `FSDP<Name>` of `cls` that becomes the class of sharded modules."""
-    if cls not in _sharded_classes:
-        body = {"__deepcopy__": refuse_deepcopy, "__module__": cls.__module__}
-        _sharded_classes[cls] = types.new_class(
-            f"FSDP{cls.__name__}", (FSDPModule, cls), exec_body=lambda namespace: namespace.update(body)
-        )
-    return _sharded_classes[cls]

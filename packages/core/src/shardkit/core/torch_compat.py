@@ -487,6 +487,12 @@ def backend_of(group: ProcessGroup, device: torch.device) -> Any:
         return None
 
 
+def is_gloo_on_cpu(group: ProcessGroup, device: torch.device) -> bool:
+    """Whether a group has several ranks, and gloo serves them on CPUs: ranks of one host share memory then."""
+    backend = backend_of(group, device)
+    return group.size() > 1 and device.type == "cpu" and backend is not None and backend.name() == "gloo"
+
+
 def timeout_of(group: ProcessGroup, device: torch.device) -> float:
     """Timeout of operations of `group`, in seconds; c10d's default if the backend does not report one."""
     options = getattr(backend_of(group, device), "options", None)

@@ -37,7 +37,7 @@ from shardkit.core.parameters.registration import (
     take_over,
 )
 from shardkit.core.policies import CompressionPolicy, MixedPrecisionPolicy
-from shardkit.core.runtime.choice import Communication, Transports, may_share_memory, transport_for
+from shardkit.core.runtime.choice import Communication, Transports, transport_for
 from shardkit.core.runtime.collective import agree, gather_alone
 from shardkit.core.runtime.lanes import Ticket
 from shardkit.core.runtime.plan import GatherItem, GatherPlan, ReducePlan, plan_gather
@@ -49,6 +49,7 @@ from shardkit.core.stock_names import GROUP_NAMES, answers_stock_names
 from shardkit.core.torch_compat import (
     RESET_DROPS_GRADIENTS,
     current_backward,
+    is_gloo_on_cpu,
     outside_transforms,
     set_grad_enabled,
     versions_of,
@@ -152,7 +153,7 @@ def place_shards(group: FSDPParamGroup, params: Sequence[FSDPParam]) -> None:
     if group.offloaded:
         _pin_together([param for param in params if param.pinned])
     over = group.mesh.shard_group
-    if over is None or not may_share_memory(over, group.device) or not possible():
+    if over is None or not is_gloo_on_cpu(over, group.device) or not possible():
         return
     shards = {param: shard for param in params if (shard := param.shard_to_share) is not None}
     for param, copy in zip(shards, shared_copies(list(shards.values())), strict=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -131,7 +131,6 @@ def manage(roots: Sequence[nn.Module], ignored: set[nn.Parameter]) -> Managed:
             if buffer is not None and id(buffer) not in seen_buffers:
                 seen_buffers.add(id(buffer))
                 managed.buffers.append(buffer)
-    _refuse_shared_with_replicated(roots, by_id)
     return managed
 
 
@@ -160,19 +159,6 @@ def _walk(roots: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
         yield name, module
         prefix = f"{name}." if name else ""
         following += [(prefix + child_name, child) for child_name, child in module.named_children()][::-1]
-
-
-def _refuse_shared_with_replicated(roots: Sequence[nn.Module], managed: Mapping[int, ManagedParameter]) -> None:
-    """A replicated module would continue with the original, which no longer changes."""
-    for root in roots:
-        for module in filter(is_replicated, root.modules()):
-            for name, parameter in module.named_parameters():
-                if id(parameter) in managed:
-                    raise ValueError(
-                        f"parameter '{managed[id(parameter)].fqn}' is also '{name}' of a {type(module).__name__} that "
-                        "torch's replicate() was called on; it cannot be sharded and replicated. Call replicate() on "
-                        "no module that shares it"
-                    )
 
 
 def place(

@@ -134,7 +134,7 @@ def transport_for(group: dist.ProcessGroup, device: torch.device, registered: bo
     transport = reference() if reference is not None else None
     if transport is None:
         # All ranks meet, also one that cannot share memory: the others learn of it there.
-        if may_share_memory(group, device) and (neighbours := neighbours_of(group)) is not None:
+        if torch_compat.is_gloo_on_cpu(group, device) and (neighbours := neighbours_of(group)) is not None:
             transport = SharedTransport(group, device, neighbours)
         else:
             memory = RegisteredMemory.of(group, device) if registered else None
@@ -142,12 +142,6 @@ def transport_for(group: dist.ProcessGroup, device: torch.device, registered: bo
             transport = C10dTransport(group, device, direct=direct, memory=memory)
         by_kind[device, registered] = weakref.ref(transport)
     return transport
-
-
-def may_share_memory(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether ranks of `group` share memory where they can: several ranks, with gloo on CPU. Not collective."""
-    backend = torch_compat.backend_of(group, device)
-    return group.size() > 1 and device.type == "cpu" and backend is not None and backend.name() == "gloo"
 
 
 def coalesces(backend: Any) -> bool:

@@ -9,26 +9,19 @@ holds the group. Stock torch aborts in the same way. The time window is short, a
 
 from __future__ import annotations
 
-import atexit
-import functools
 import time
 from pathlib import Path
 
 _THREAD = "pt_gloo_runloop"  # the name that ProcessGroupGloo gives its threads
+_TASKS = Path("/proc/self/task")
 _QUIET_LOOKS = 3
 _PATIENCE_S = 5.0
 
 
-@functools.cache
-def wait_at_exit() -> None:
-    """When the process ends, waits at most five seconds until no thread of gloo runs. Works only on Linux."""
-    if Path("/proc/self/task").is_dir():
-        atexit.register(_wait)
-
-
-def _wait() -> None:
+def wait_for_threads() -> None:
+    """For `atexit`: waits at most five seconds until no thread of gloo runs. Works only on Linux."""
     until = time.monotonic() + _PATIENCE_S
-    quiet = 0
+    quiet = 0 if _TASKS.is_dir() else _QUIET_LOOKS
     while quiet < _QUIET_LOOKS and time.monotonic() < until:
         quiet = 0 if _running() else quiet + 1
         time.sleep(0.001)  # releases Python's lock, so that a waiting thread gets it
@@ -36,7 +29,7 @@ def _wait() -> None:
 
 def _running() -> bool:
     """Whether a thread of gloo is running or runnable; idle threads sleep."""
-    for task in Path("/proc/self/task").iterdir():
+    for task in _TASKS.iterdir():
         try:
             name, _, rest = (task / "stat").read_text().partition("(")[2].rpartition(")")
         except OSError:  # it has ended
