@@ -16,7 +16,7 @@ from shardkit.core.policies import CompressionPolicy
 from shardkit.core.runtime.compressed.transport import CompressedTransport
 from shardkit.core.runtime.lanes import Program, Reduction, hold, note_sources_read
 from shardkit.core.runtime.memory import RegisteredMemory
-from shardkit.core.runtime.packing import as_dtype, strided
+from shardkit.core.runtime.packing import as_dtype, shaped
 from shardkit.core.runtime.plan import GatherPlan, Mean, NetworkTransport, ReducePlan, Transport, reported
 from shardkit.core.runtime.storage import note_allocated, note_freed
 from shardkit.core.torch_compat import foreach_copy_, foreach_zero_
@@ -164,24 +164,23 @@ def _write_own_chunks(
 
     Padding that is sent is zero, so that checks for NaN and for uninitialised memory find nothing in it.
     """
-    targets = [_shaped(flats[i].narrow(0, start, numel), shape) for i, start, numel, shape in plan.own_slots]
+    targets = [shaped(flats[i].narrow(0, start, numel), shape) for i, start, numel, shape in plan.own_slots]
     chunks = [sources[i] for i, _, _, _ in plan.own_slots]
-    if packed is not None:
-        for item, size, stride, at in plan.own_row:
-            targets.append(strided(as_dtype(packed, plan.items[item].dtype), size, stride, at))
-            chunks.append(sources[item])
-    if targets:
-        foreach_copy_(targets, chunks, non_blocking=True)
     padding = [flats[i].narrow(0, start, numel) for i, start, numel in plan.slot_padding]
     if packed is not None:
-        padding += [packed.narrow(0, start, numel) for start, numel in plan.row_padding]
+        assert plan.packing is not None
+        row = packed.narrow(0, plan.rank * plan.packing.row_numel, plan.packing.row_numel)
+        pieces = row.split_with_sizes([numel for _, numel, _ in plan.own_row])
+        for piece, (item, _, shape) in zip(pieces, plan.own_row, strict=True):
+            if item is None:
+                padding.append(piece)
+            else:
+                targets.append(shaped(as_dtype(piece, plan.items[item].dtype), shape))
+                chunks.append(sources[item])
+    if targets:
+        foreach_copy_(targets, chunks, non_blocking=True)
     if padding:
         foreach_zero_(padding)
-
-
-# A view costs a microsecond; a group has dozens of small chunks, most of them 1-D already.
-def _shaped(chunk: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    return chunk.view(shape) if len(shape) > 1 else chunk
 
 
 # -- one rank, and all-reduce ------------------------------------------------------------------------------------------

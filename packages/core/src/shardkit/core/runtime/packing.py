@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -22,8 +23,9 @@ from shardkit.core.torch_compat import chunk_cat, foreach_copy_, foreach_zero_
 # dtype (complex128) and vectorized copies.
 _ALIGNMENT = 16
 
-# On a CPU, a copy that also casts pieces of fewer elements than this takes several times as long as a cast and a copy.
-_SHORT = 16
+# On a CPU, a buffer of up to this many elements is filled faster by a concatenation and a cast of the whole than by a
+# copy of each chunk, which casts: chunks of many ranks are short.
+_SMALL = 1 << 18
 
 
 class Block(NamedTuple):
@@ -54,12 +56,11 @@ class Gap(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where one rank's chunk of `item` lies in the buffer: a strided view, in elements of the item's dtype."""
+    """A piece of one rank's row, of `numel` elements of the buffer: its chunk of `item`; None: nothing."""
 
-    item: int
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    at: int
+    item: int | None
+    numel: int
+    shape: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -91,31 +92,27 @@ class Packing:
         return self.world_size * self.row_numel
 
     def row(self, rank: int) -> tuple[Place, ...]:
-        """The non-empty chunks of `rank`."""
-        return tuple(
-            Place(block.item, block.size[1:], block.stride[1:], block.at + (rank - block.first) * block.stride[0])
-            for block in self.blocks
-            if block.first <= rank < block.first + block.size[0]
-        )
-
-    def row_gaps(self, rank: int) -> tuple[tuple[int, int], ...]:
-        """(start, elements) of each gap in the row of `rank`."""
-        begin, end = rank * self.row_numel, (rank + 1) * self.row_numel
-        found = []
-        for (count, unused), (row, _), at in self.gaps:
-            place = at + max(0, -(-(begin - at) // row)) * row
-            if place < min(end, at + count * row):
-                found.append((place, unused))
-        return tuple(found)
+        """All pieces of the row of `rank`, in sequence."""
+        found: list[Place] = []
+        end = rank * self.row_numel
+        for block in self.blocks:
+            if block.first <= rank < block.first + block.size[0]:
+                width = self.row_numel // block.stride[0]
+                at = (block.at + (rank - block.first) * block.stride[0]) * width
+                chunk = Place(block.item, math.prod(block.size[1:]) * width, block.size[1:])
+                found += [Place(None, at - end), chunk] if at > end else [chunk]
+                end = at + chunk.numel
+        unused = (rank + 1) * self.row_numel - end
+        return (*found, Place(None, unused)) if unused else tuple(found)
 
     def fill(self, buffer: torch.Tensor, wholes: Sequence[torch.Tensor]) -> None:
         """Copies the packed items of `wholes`, of any strides, to the rows of all ranks, cast; zeroes the padding."""
         if self._as_matrix(buffer):
-            rows = buffer.view(self.world_size, -1)
-            packed = [wholes[item] for item, _ in self.columns]
-            if buffer.device.type == "cpu" and self.row_numel < _SHORT * len(packed):
-                packed = [whole.to(buffer.dtype) for whole in packed]
-            chunk_cat(packed, 0, rows.shape[0], out=rows)
+            rows, packed = buffer.view(self.world_size, -1), [wholes[item] for item, _ in self.columns]
+            if buffer.device.type == "cpu" and not self.gaps and self.numel <= _SMALL:
+                rows.copy_(torch.cat([whole.reshape(self.world_size, -1) for whole in packed], 1))
+            else:
+                chunk_cat(packed, 0, self.world_size, out=rows)
             return
         targets: list[torch.Tensor] = []
         chunks: list[torch.Tensor] = []
@@ -160,6 +157,11 @@ class Packing:
 def strided(tensor: torch.Tensor, size: tuple[int, ...], stride: tuple[int, ...], at: int) -> torch.Tensor:
     """The view of `tensor` that begins `at` elements after its first one."""
     return tensor.as_strided(size, stride, tensor.storage_offset() + at)
+
+
+def shaped(chunk: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """A dense 1-D tensor as one of another shape. A view costs a microsecond, and most small chunks are 1-D already."""
+    return chunk.view(shape) if len(shape) > 1 else chunk
 
 
 def as_dtype(buffer: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

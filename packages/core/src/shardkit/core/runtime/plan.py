@@ -27,7 +27,7 @@ from shardkit.core import events
 from shardkit.core.events import StorageKind
 from shardkit.core.policies import CompressionPolicy
 from shardkit.core.runtime.lanes import Program, Reduction
-from shardkit.core.runtime.packing import Packing, Place, pack
+from shardkit.core.runtime.packing import Packing, Place, pack, shaped
 from shardkit.core.runtime.sharding import ChunkLayout, runs_together
 from shardkit.core.runtime.storage import note_allocated
 
@@ -212,8 +212,7 @@ class GatherPlan:
     `packed_dtype`. `dtype` is the items' common dtype, or `torch.uint8` if they differ.
 
     `own_slots` are (item, start, numel, shape) of this rank's non-empty chunk in the flat tensor of each direct item,
-    `own_row` the places of its chunks in the packed buffer. No chunk fills `slot_padding`, (item, start, numel), and
-    `row_padding`, (start, numel) in the packed buffer.
+    `own_row` the pieces of its row of the packed buffer. No chunk fills `slot_padding`, (item, start, numel).
     """
 
     items: tuple[GatherItem, ...]
@@ -227,7 +226,6 @@ class GatherPlan:
     own_slots: tuple[tuple[int, int, int, tuple[int, ...]], ...]
     own_row: tuple[Place, ...]
     slot_padding: tuple[tuple[int, int, int], ...]
-    row_padding: tuple[tuple[int, int], ...]
 
     @cached_property
     def fqns(self) -> tuple[str, ...]:
@@ -344,7 +342,7 @@ class ReducePlan:
     def output_views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """This rank's chunk of each item's reduced gradient: dense views of `flat`, of `local_shape(rank)`."""
         pieces = flat.split_with_sizes(self.output_sizes)
-        return [pieces[index].view(shape) for index, shape in self.places]
+        return [shaped(pieces[index], shape) for index, shape in self.places]
 
     def allocate_output(self) -> torch.Tensor:
         """A 1-D output of `output_numel` elements from the transport's allocator; the contents are undefined."""
@@ -415,7 +413,6 @@ def plan_gather(items: Sequence[GatherItem], transport: Transport, label: str, r
         own_slots=tuple(slot for slot in filled if slot[2]),
         own_row=() if packing is None else packing.row(rank),
         slot_padding=tuple(gap for gap in room if gap[2] > 0),
-        row_padding=() if packing is None else packing.row_gaps(rank),
     )
 
 
