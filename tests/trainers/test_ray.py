@@ -23,4 +23,4 @@ def trained(engine: Engine, directory: Path, **variables: str) -> dict:
 @pytest.mark.slow
 def test_same_as_stock(tmp_path: Path):
     expected = trained("stock", tmp_path / "stock")
-    assert_case(trained("shardkit", tmp_path / "shardkit", SHARDKIT_INSTALL="1"), expected, "ray")
+    assert_case(trained("shardkit", tmp_path / "shardkit", SHARDKIT_INSTALL="1"), expected)

@@ -71,6 +71,14 @@ class Recording:
         """A number, text or tensor; a DTensor is gathered (collective)."""
         self.cases[self._case].setdefault(key, []).append(_plain(value))
 
+    def step(self, model: nn.Module, optimizer: Any, loss: Tensor, backward: Any = Tensor.backward) -> None:
+        """Takes a step; notes the loss and the norm of all gradients."""
+        backward(loss)
+        self.note("losses", loss)
+        self.note("gradient norms", gradient_norm(model))
+        optimizer.step()
+        optimizer.zero_grad()
+
     def end(self, model: nn.Module) -> None:
         """Notes whole weights, and how often each engine has gathered since `begin` (collective)."""
         case = self.cases[self._case]
@@ -109,6 +117,12 @@ def gradient_norm(model: nn.Module) -> Tensor:
     """Of all gradients together, from whole ones, so that both engines add up in the same order (collective)."""
     norms = [_plain(parameter.grad).float().norm() for parameter in model.parameters() if parameter.grad is not None]
     return torch.stack(norms).norm()
+
+
+def shard_llama(model: nn.Module, mesh: Any = None) -> nn.Module:
+    for layer in model.model.layers:
+        fsdp.fully_shard(layer, mesh=mesh)
+    return fsdp.fully_shard(model, mesh=mesh)
 
 
 def sharded_modules(model: nn.Module) -> int:

@@ -6,15 +6,8 @@ from lightning.fabric import Fabric
 from lightning.fabric.strategies import ModelParallelStrategy as FabricStrategy
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
-from recording import Recording, arguments, gradient_norm, resumptions, sharded_modules, tiny_llama, tokens
-from torch.distributed.fsdp import fully_shard
+from recording import Recording, arguments, gradient_norm, resumptions, shard_llama, sharded_modules, tiny_llama, tokens
 from torch.utils.data import DataLoader
-
-
-def shard(model: torch.nn.Module, mesh) -> torch.nn.Module:
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
 
 
 class Tuned(LightningModule):
@@ -24,7 +17,7 @@ class Tuned(LightningModule):
 
     def configure_model(self) -> None:
         if not hasattr(self, "model"):
-            self.model = shard(tiny_llama(), self.device_mesh["data_parallel"])
+            self.model = shard_llama(tiny_llama(), self.device_mesh["data_parallel"])
 
     def training_step(self, batch: torch.Tensor) -> torch.Tensor:
         loss = self.model(input_ids=batch, labels=batch).loss
@@ -62,7 +55,7 @@ def train(recording: Recording, options) -> None:
 def fabric(recording: Recording, options) -> None:
     recording.begin("Fabric")
     strategy = FabricStrategy(
-        lambda model, mesh: shard(model, mesh["data_parallel"]), data_parallel_size=2, tensor_parallel_size=1
+        lambda model, mesh: shard_llama(model, mesh["data_parallel"]), data_parallel_size=2, tensor_parallel_size=1
     )
     fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
     fabric.launch()
@@ -71,12 +64,7 @@ def fabric(recording: Recording, options) -> None:
     optimizer = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=0.1))
     for step in range(3):
         batch = tokens(step, fabric.global_rank)
-        loss = model(input_ids=batch, labels=batch).loss
-        fabric.backward(loss)
-        recording.note("losses", loss)
-        recording.note("gradient norms", gradient_norm(model))
-        optimizer.step()
-        optimizer.zero_grad()
+        recording.step(model, optimizer, model(input_ids=batch, labels=batch).loss, fabric.backward)
     fabric.save(options.own / "fabric", {"model": model})
     fabric.load(options.own / "fabric", {"model": model})
     recording.end(model)

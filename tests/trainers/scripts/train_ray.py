@@ -11,7 +11,7 @@ def train(settings: dict) -> None:
     from pathlib import Path
 
     import torch.distributed as dist
-    from recording import Recording, gradient_norm, sharded_modules
+    from recording import Recording, sharded_modules
     from torch import nn
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -26,12 +26,7 @@ def train(settings: dict) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(3):
         batch = torch.randn(4, 12, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
-        loss = model(batch).square().mean()
-        loss.backward()
-        recording.note("losses", loss)
-        recording.note("gradient norms", gradient_norm(model))
-        optimizer.step()
-        optimizer.zero_grad()
+        recording.step(model, optimizer, model(batch).square().mean())
     recording.end(model)
     if dist.get_rank() == 0:
         recording.write(Path(settings["out"]))

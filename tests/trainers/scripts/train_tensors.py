@@ -6,26 +6,15 @@ os.environ["TORCHDYNAMO_DISABLE"] = "1"  # torchao compiles each step for minute
 
 import torch
 import torch.distributed as dist
-from recording import Recording, arguments, gradient_norm, tiny_llama, tokens
+from recording import Recording, arguments, shard_llama, tiny_llama, tokens
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 
-def shard(model: torch.nn.Module, mesh=None) -> torch.nn.Module:
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
-
-
-def train(recording: Recording, model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) -> None:
-    for step in range(steps):
+def train(recording: Recording, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for step in range(3):
         batch = tokens(step, dist.get_rank())
-        loss = model(input_ids=batch, labels=batch).loss
-        loss.backward()
-        recording.note("losses", loss)
-        recording.note("gradient norms", gradient_norm(model))
-        optimizer.step()
-        optimizer.zero_grad()
+        recording.step(model, optimizer, model(input_ids=batch, labels=batch).loss)
 
 
 def low_bit(recording: Recording) -> None:
@@ -33,7 +22,7 @@ def low_bit(recording: Recording) -> None:
 
     for cls in (AdamW8bit, AdamW4bit, AdamWFp8):
         recording.begin(cls.__name__)
-        model = shard(tiny_llama(hidden_size=256, intermediate_size=256, num_attention_heads=4))
+        model = shard_llama(tiny_llama(hidden_size=256, intermediate_size=256, num_attention_heads=4))
         train(recording, model, cls(model.parameters(), lr=1e-2))
         recording.end(model)
 
@@ -71,7 +60,7 @@ def qlora(recording: Recording) -> None:
 def torchft_hook(recording: Recording) -> None:
     """Torchft averages over replicas in an all-reduce hook of its own; here the hook halves its argument."""
     recording.begin("all-reduce hook")
-    model = shard(tiny_llama(), init_device_mesh("cpu", (dist.get_world_size(),)))
+    model = shard_llama(tiny_llama(), init_device_mesh("cpu", (dist.get_world_size(),)))
     for module in (model, *model.model.layers):
         module.set_all_reduce_hook(lambda gradient: gradient.mul_(0.5))
     train(recording, model, torch.optim.SGD(model.parameters(), lr=0.1))

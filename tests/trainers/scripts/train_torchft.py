@@ -4,7 +4,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from recording import Recording, arguments, gradient_norm, sharded_modules
+from recording import Recording, arguments, sharded_modules
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -45,13 +45,8 @@ def main() -> None:
     for step in range(3):
         manager.start_quorum()
         batch = torch.randn(4, 12, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
-        loss = model(batch).square().mean()
-        loss.backward()
-        recording.note("losses", loss)
-        recording.note("gradient norms", gradient_norm(model))
+        recording.step(model, optimizer, model(batch).square().mean())
         recording.note("committed", manager.should_commit())
-        optimizer.step()
-        optimizer.zero_grad()
     recording.end(model)
     every_weight: list = [None] * 4
     dist.all_gather_object(every_weight, recording.cases["torchft"]["weights"]["0.weight"])

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from recording import Recording, arguments, gradient_norm, sharded_modules, tokens
+from recording import Recording, arguments, sharded_modules, tokens
 from transformers import MixtralConfig, MixtralForCausalLM
 from transformers.distributed import DistributedConfig
 from transformers.distributed.checkpoint import load_optimizer_distributed, save_optimizer_distributed
@@ -54,14 +54,13 @@ def adamw(model) -> torch.optim.Optimizer:
 
 def train_one(recording: Recording, model, optimizer, step: int, sizes: dict) -> None:
     batch = tokens(step, dist.get_rank() // sizes.get("tp_size", 1))
-    loss = model(input_ids=batch, labels=batch).loss
-    loss.backward()
-    recording.note("losses", loss)
-    recording.note("gradient norms", gradient_norm(model))
-    for name, parameter in model.named_parameters():
-        recording.note(f"gradient {name}", parameter.grad)
-    optimizer.step()
-    optimizer.zero_grad()
+
+    def backward(loss: torch.Tensor) -> None:
+        loss.backward()
+        for name, parameter in model.named_parameters():
+            recording.note(f"gradient {name}", parameter.grad)
+
+    recording.step(model, optimizer, model(input_ids=batch, labels=batch).loss, backward)
 
 
 def main() -> None:
