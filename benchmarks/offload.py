@@ -14,12 +14,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as stock
-from torch import multiprocessing
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -27,6 +25,7 @@ import shardkit.core as ours
 from benchmarks.side_by_side.networks import GPT
 from benchmarks.turns import Seconds, milliseconds, ratio, slowest
 from shardkit.core import FileTier, offload_activations, overlap_step
+from tests.support import run_ranks
 from tests.support.sharding import shard_each
 
 RANKS = 2
@@ -110,11 +109,9 @@ class Training:
         return (self.states_in_files + activations) / 2**20
 
 
-def run(rank: int, options: argparse.Namespace, results: Any) -> None:
+def run(rank: int, world_size: int, options: argparse.Namespace) -> tuple[Seconds, Seconds, Seconds]:
     """One rank: all ways take turns."""
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", options.port, RANKS, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
     trainings = {way.name: Training(way, options) for way in WAYS}
     for _ in range(FIRST_STEPS):
         for training in trainings.values():
@@ -125,9 +122,7 @@ def run(rank: int, options: argparse.Namespace, results: Any) -> None:
         torch.testing.assert_close(seen, expected, rtol=tolerance, atol=0.0, msg=f"{way.name}: {seen}, not {expected}")
     rounds = [{name: training.step() for name, training in trainings.items()} for _ in range(options.rounds)]
     optimizer, step = ({name: [one[name][part] for one in rounds] for name in trainings} for part in (0, 1))
-    results.put((optimizer, step, {name: [training.in_files] for name, training in trainings.items()}))
-    dist.barrier()
-    dist.destroy_process_group()
+    return optimizer, step, {name: [training.in_files] for name, training in trainings.items()}
 
 
 def rows(optimizer: Seconds, step: Seconds, in_files: Seconds) -> Iterator[str]:
@@ -150,11 +145,7 @@ def main() -> None:
     parser.add_argument("--waits", type=float, default=0.0, help="ms that a block waits in forward, half of backward's")
     parser.add_argument("--directory", default=tempfile.gettempdir(), help="for the files; on a disk, not in memory")
     options = parser.parse_args()
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    options.port = store.port
-    results = multiprocessing.get_context("spawn").SimpleQueue()
-    multiprocessing.spawn(run, (options, results), RANKS)
-    found = [results.get() for _ in range(RANKS)]
+    found = run_ranks(RANKS, run, options, timeout=3600.0, isolated=True)
     print(f"| way | optimizer, ms | whole step, ms | of {PLAIN}'s | beside | optimizer | whole step | MiB in files |")
     print("|---|---|---|---|---|---|---|---|")
     for row in rows(*map(slowest, zip(*found, strict=True))):
@@ -162,4 +153,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    # The ranks find functions by the name of this module, not as part of a script.
+    from benchmarks import offload
+
+    offload.main()

@@ -10,13 +10,10 @@ share counts on the rank that owns it. So neither the allocator nor what else th
 import argparse
 import json
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.multiprocessing.spawn import spawn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -24,6 +21,7 @@ from side_by_side.surroundings import surroundings
 from side_by_side.systems import SYSTEMS, Place, optimizers_for
 from side_by_side.workloads import WORKLOADS
 
+from tests.support import run_ranks
 from tests.tools.measured import Meter
 
 RESULTS = Path(__file__).parent / "results"
@@ -31,10 +29,9 @@ SAVED = RESULTS / "tensors.json"
 STEPS = 3
 
 
-def _rank(rank: int, world_size: int, system: str, workload: str, directory: str) -> None:
+def peak_of_a_rank(rank: int, world_size: int, system: str, workload: str) -> int:
+    """Bytes, in the last of three steps."""
     torch.set_num_threads(1)
-    store = dist.FileStore(f"{directory}/store", world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     job = WORKLOADS[workload]
     batches = job.batches(STEPS, rank, torch.device("cpu"))
     torch.manual_seed(0)
@@ -51,16 +48,7 @@ def _rank(rank: int, world_size: int, system: str, workload: str, directory: str
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
-    (Path(directory) / f"{rank}.json").write_text(json.dumps(meter.peak))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def measure(system: str, workload: str, world_size: int) -> int:
-    """Bytes of the rank that holds most, in the last of three steps."""
-    with tempfile.TemporaryDirectory() as directory:
-        spawn(_rank, (world_size, system, workload, directory), nprocs=world_size)
-        return max(json.loads((Path(directory) / f"{rank}.json").read_text()) for rank in range(world_size))
+    return meter.peak
 
 
 def main() -> None:
@@ -75,7 +63,10 @@ def main() -> None:
         settings = [json.loads(path.read_text())["settings"] for path in sorted((RESULTS / "compare").glob("*.json"))]
         wanted = [(one["workload"], one["world_size"]) for one in settings if one.get("link") is None]
     for workload, world_size in wanted:
-        peaks = {system: measure(system, workload, world_size) for system in ("shardkit", "fsdp2")}
+        peaks = {
+            system: max(run_ranks(world_size, peak_of_a_rank, system, workload, timeout=600.0, isolated=True))
+            for system in ("shardkit", "fsdp2")
+        }
         of[workload, world_size] = {"workload": workload, "world_size": world_size, "peaks": peaks}
         print(workload, world_size, {system: f"{peak / 2**20:.1f} MiB" for system, peak in peaks.items()}, flush=True)
     facts = surroundings("cpu", "adamw", None)
@@ -85,4 +76,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    # The ranks find functions by the name of this module, not as part of a script.
+    from benchmarks import tensor_peaks
+
+    tensor_peaks.main()
