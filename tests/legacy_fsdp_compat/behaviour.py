@@ -21,20 +21,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.legacy_fsdp_compat.both import (
-    CPU,
-    OPTIMIZERS,
-    Block,
-    Model,
-    api,
-    batch,
-    build,
-    loss_of,
-    named_parameters,
-    train,
-    whole_gradients,
-    whole_state,
-)
+from tests.legacy_fsdp_compat import both
+from tests.legacy_fsdp_compat.both import CPU, OPTIMIZERS, Block, Model, batch, build, loss_of, named_parameters, train
 from tests.packaging.workspace import ROOT
 from tests.support.models import Composed
 
@@ -43,13 +31,12 @@ WRITES = "Writing to parameters"
 DOCUMENT = ROOT / "docs" / "reference" / "legacy_fsdp.md"
 
 
-class Engine:
+class Engine(both.Engine):
     """Stock's or our FSDP1, for one case on one rank."""
 
     def __init__(self, name: str, rank: int) -> None:
-        self.name, self.rank = name, rank
-        self.api = api(name)
-        self.fsdp = self.api.FSDP
+        super().__init__(name)
+        self.rank, self.fsdp = rank, self.api.FSDP
 
     def wrap(self, model: nn.Module | None = None, strategy: str = "FULL_SHARD", **arguments: Any) -> Any:
         """The model of all tests, or another one, with blocks as units unless the case has another policy."""
@@ -90,10 +77,6 @@ class Engine:
                 {"model.zero_grad": model, "optimizer.zero_grad": optimizer}[call].zero_grad()
         return self.gradients(model)
 
-    def kind(self, model: nn.Module, name: str) -> Any:
-        """A context in which state dicts are of that type."""
-        return self.fsdp.state_dict_type(model, self.api.StateDictType[f"{name}_STATE_DICT"])
-
     def trained(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, steps: int = 2) -> list[float]:
         return train(model, optimizer or OPTIMIZERS["sgd"](model.parameters()), self.rank, range(steps))
 
@@ -103,12 +86,6 @@ class Engine:
         optimizer = OPTIMIZERS["momentum"](model.parameters())
         self.trained(model, optimizer)
         return model, optimizer
-
-    def state(self, model: nn.Module) -> dict[str, Tensor]:
-        return whole_state(self.name, model)
-
-    def gradients(self, model: nn.Module) -> dict[str, Tensor | None]:
-        return whole_gradients(self.name, model)
 
     def losses(self, **arguments: Any) -> Any:
         """Losses and weights of a model that is wrapped with `arguments`."""
@@ -476,7 +453,7 @@ argument("device_mesh", "1-D", lambda engine: engine.losses(device_mesh=init_dev
 def _(engine: Engine) -> Any:
     mesh = init_device_mesh("cpu", (1, 2))
     model = engine.wrap(device_mesh=mesh, strategy="HYBRID_SHARD")
-    with engine.kind(model, "SHARDED"):
+    with engine.of_type("SHARDED", model):
         value = model.state_dict()["inp.weight"]
     return value.device_mesh == mesh, value.device_mesh.mesh_dim_names, str(value.placements)
 
@@ -598,15 +575,15 @@ for _kind in ("FULL", "SHARDED", "LOCAL"):
     @method("state_dict", f"`{_kind}_STATE_DICT` with `use_orig_params=True`: names and types")
     def _(engine: Engine, kind: str = _kind) -> Any:
         model = engine.wrap()
-        with engine.kind(model, kind):
+        with engine.of_type(kind, model):
             return types(model.state_dict())
 
     @method("state_dict_type", f"`{_kind}_STATE_DICT`: a state dict loads into another model")
     def _(engine: Engine, kind: str = _kind) -> Any:
         model, other = engine.wrap(use_orig_params=False), engine.wrap(build(1), use_orig_params=False)
-        with engine.kind(model, kind):
+        with engine.of_type(kind, model):
             state = model.state_dict()
-        with engine.kind(other, kind):
+        with engine.of_type(kind, other):
             other.load_state_dict(state)
         return engine.state(other)
 
@@ -621,7 +598,7 @@ def _(engine: Engine) -> Any:
 @method("state_dict_type", "the type after an exception inside", differs="the old one (stock: the new one)")
 def _(engine: Engine) -> Any:
     model = engine.wrap()
-    with contextlib.suppress(ZeroDivisionError), engine.kind(model, "SHARDED"):
+    with contextlib.suppress(ZeroDivisionError), engine.of_type("SHARDED", model):
         raise ZeroDivisionError
     return engine.fsdp.get_state_dict_type(model).state_dict_type.name
 
@@ -799,7 +776,7 @@ def _(engine: Engine) -> Any:
 @method("sharded_optim_state_dict", "names and types")
 def _(engine: Engine) -> Any:
     model, optimizer = engine.stepped()
-    with engine.kind(model, "SHARDED"):
+    with engine.of_type("SHARDED", model):
         return types(momentum(engine.fsdp.sharded_optim_state_dict(model, optimizer)))
 
 
@@ -835,7 +812,7 @@ def _(engine: Engine, first: Any, model: Any, optimizer: Any) -> Any:
 
 @reloads("flatten_sharded_optim_state_dict")
 def _(engine: Engine, first: Any, model: Any, optimizer: Any) -> Any:
-    with engine.kind(first[0], "SHARDED"), engine.kind(model, "SHARDED"):
+    with engine.of_type("SHARDED", first[0]), engine.of_type("SHARDED", model):
         state = engine.fsdp.sharded_optim_state_dict(*first)
         return engine.fsdp.flatten_sharded_optim_state_dict(state, model, optimizer)
 

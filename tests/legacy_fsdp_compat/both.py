@@ -1,5 +1,6 @@
 """The same FSDP1 script on stock and on ours: how to build, wrap, train and look at a model with either."""
 
+import functools
 import io
 import warnings
 from dataclasses import dataclass
@@ -18,17 +19,8 @@ import shardkit.legacy_fsdp_compat as our_fsdp
 import shardkit.legacy_fsdp_compat.wrap as our_wrap
 from shardkit.core.checkpoint.torch_files import storages_in
 
-STOCK, OURS = "stock", "ours"
 CPU = torch.device("cpu")
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
-
-
-def api(engine: str) -> Any:
-    """Every public name of stock's or our FSDP1 and of its wrap module."""
-    package, wrapping = (stock_fsdp, stock_wrap) if engine == STOCK else (our_fsdp, our_wrap)
-    names = {name: getattr(package, name) for name in dir(package) if not name.startswith("__")}
-    names |= {name: getattr(wrapping, name) for name in dir(wrapping) if not name.startswith("_")}
-    return SimpleNamespace(**names, FSDP=package.FullyShardedDataParallel)
 
 
 class Block(nn.Module):
@@ -88,23 +80,6 @@ def build(seed: int = 0) -> Model:
     return Model()
 
 
-def wrap(engine: str, setting: Setting, model: nn.Module | None = None, **arguments: Any) -> nn.Module:
-    """The model as an FSDP module, blocks as units of their own if the setting says so."""
-    names = api(engine)
-    arguments.setdefault("sharding_strategy", names.ShardingStrategy[setting.strategy])
-    if setting.policy:
-        arguments.setdefault("auto_wrap_policy", names.ModuleWrapPolicy({Block}))
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", category=UserWarning, module="torch")
-        warnings.filterwarnings("ignore", category=FutureWarning)
-        return names.FSDP(model or build(), use_orig_params=setting.use_orig_params, device_id=CPU, **arguments)
-
-
-def start(engine: str, setting: Setting, seed: int, **arguments: Any) -> tuple[Any, torch.optim.Optimizer]:
-    model = wrap(engine, setting, build(seed), **arguments)
-    return model, OPTIMIZERS[setting.optimizer](model.parameters())
-
-
 OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05),
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
@@ -158,45 +133,6 @@ def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name.replace("_fsdp_wrapped_module.", ""), parameter) for name, parameter in model.named_parameters()]
 
 
-def of_type(engine: str, kind: str, model: nn.Module) -> Any:
-    """A context in which state dicts are FULL, SHARDED or LOCAL."""
-    names = api(engine)
-    return names.FSDP.state_dict_type(model, names.StateDictType[f"{kind}_STATE_DICT"])
-
-
-def state_of(engine: str, kind: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    with of_type(engine, kind, model):
-        return {"model": model.state_dict(), "optim": api(engine).FSDP.optim_state_dict(model, optimizer)}
-
-
-def load_state(engine: str, kind: str, model: Any, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Loads the state dicts; the optimizer's if there is one."""
-    # Stock cannot load a LOCAL state dict that it wrote with use_orig_params=True in strict mode.
-    strict = not (kind == "LOCAL" and engine == STOCK)
-    with of_type(engine, kind, model):
-        found = model.load_state_dict(state["model"], strict=strict)
-        assert strict or not found.missing_keys
-        assert strict or all(name.endswith("_flat_param") for name in found.unexpected_keys)
-        if "optim" in state:
-            optimizer.load_state_dict(api(engine).FSDP.optim_state_dict_to_load(model, optimizer, state["optim"]))
-
-
-def whole_state(engine: str, model: nn.Module) -> dict[str, Tensor]:
-    """The full state dict, on every rank."""
-    with of_type(engine, "FULL", model):
-        return {name: value.clone() for name, value in model.state_dict().items()}
-
-
-def whole_gradients(engine: str, model: nn.Module) -> dict[str, Tensor | None]:
-    """Gradients by clean name, whole."""
-    names = api(engine)
-    with names.FSDP.summon_full_params(model, with_grads=True):
-        return {
-            name.replace("_fsdp_wrapped_module.", ""): None if p.grad is None else p.grad.clone()
-            for name, p in model.named_parameters()
-        }
-
-
 def assert_same_tensors(expected: dict[str, Any], seen: dict[str, Any], **tolerance: Any) -> None:
     assert list(expected) == list(seen)
     for name, value in expected.items():
@@ -223,16 +159,84 @@ def tensors_of(checkpoint: Any, *base: Any) -> dict[tuple[Any, ...], Tensor]:
     }
 
 
-def local_moments(engine: str, model: Any, optimizer: Any) -> dict[str, dict[str, Tensor]]:
-    """Whole optimizer state put together from the ranks' rows, as stock's own gathering is wrong."""
-    state = state_of(engine, "SHARDED", model, optimizer)["optim"]["state"]
-    whole: dict[str, dict[str, Tensor]] = {}
-    for fqn, values in state.items():
-        for name, value in values.items():
-            if not hasattr(value, "local_shards"):
-                whole.setdefault(fqn, {})[name] = value
-                continue
-            rows: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(rows, [shard.tensor for shard in value.local_shards()])
-            whole.setdefault(fqn, {})[name] = torch.cat([row for found in rows for row in found])
-    return whole
+@functools.cache
+def _api(engine: str) -> Any:
+    package, wrapping = (stock_fsdp, stock_wrap) if engine == "stock" else (our_fsdp, our_wrap)
+    names = {name: getattr(package, name) for name in dir(package) if not name.startswith("__")}
+    names |= {name: getattr(wrapping, name) for name in dir(wrapping) if not name.startswith("_")}
+    return SimpleNamespace(**names, FSDP=package.FullyShardedDataParallel)
+
+
+@dataclass(unsafe_hash=True)
+class Engine:
+    """Stock's or our FSDP1."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def api(self) -> Any:
+        """Every public name of the package and of its wrap module."""
+        return _api(self.name)
+
+    def wrapped(self, setting: Setting, model: nn.Module | None = None, **arguments: Any) -> Any:
+        """The model as an FSDP module, blocks as units of their own if the setting says so."""
+        arguments.setdefault("sharding_strategy", self.api.ShardingStrategy[setting.strategy])
+        if setting.policy:
+            arguments.setdefault("auto_wrap_policy", self.api.ModuleWrapPolicy({Block}))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", category=UserWarning, module="torch")
+            warnings.filterwarnings("ignore", category=FutureWarning)
+            orig = setting.use_orig_params
+            return self.api.FSDP(model or build(), use_orig_params=orig, device_id=CPU, **arguments)
+
+    def start(self, setting: Setting, seed: int, **arguments: Any) -> tuple[Any, torch.optim.Optimizer]:
+        model = self.wrapped(setting, build(seed), **arguments)
+        return model, OPTIMIZERS[setting.optimizer](model.parameters())
+
+    def of_type(self, kind: str, model: nn.Module) -> Any:
+        """A context in which state dicts are FULL, SHARDED or LOCAL."""
+        return self.api.FSDP.state_dict_type(model, self.api.StateDictType[f"{kind}_STATE_DICT"])
+
+    def state_of(self, kind: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        with self.of_type(kind, model):
+            return {"model": model.state_dict(), "optim": self.api.FSDP.optim_state_dict(model, optimizer)}
+
+    def load_state(self, kind: str, model: Any, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        """Loads the state dicts; the optimizer's if there is one."""
+        # Stock cannot load a LOCAL state dict that it wrote with use_orig_params=True in strict mode.
+        strict = not (kind == "LOCAL" and self == STOCK)
+        with self.of_type(kind, model):
+            found = model.load_state_dict(state["model"], strict=strict)
+            assert strict or not found.missing_keys
+            assert strict or all(name.endswith("_flat_param") for name in found.unexpected_keys)
+            if "optim" in state:
+                optimizer.load_state_dict(self.api.FSDP.optim_state_dict_to_load(model, optimizer, state["optim"]))
+
+    def state(self, model: nn.Module) -> dict[str, Tensor]:
+        """The full state dict, on every rank."""
+        with self.of_type("FULL", model):
+            return {name: value.clone() for name, value in model.state_dict().items()}
+
+    def gradients(self, model: nn.Module) -> dict[str, Tensor | None]:
+        """By clean name, whole."""
+        with self.api.FSDP.summon_full_params(model, with_grads=True):
+            return {name: None if p.grad is None else p.grad.clone() for name, p in named_parameters(model)}
+
+    def local_moments(self, model: Any, optimizer: Any) -> dict[str, dict[str, Tensor]]:
+        """Whole optimizer state put together from the ranks' rows, as stock's own gathering is wrong."""
+        whole: dict[str, dict[str, Tensor]] = {}
+        for fqn, values in self.state_of("SHARDED", model, optimizer)["optim"]["state"].items():
+            for name, value in values.items():
+                if not hasattr(value, "local_shards"):
+                    whole.setdefault(fqn, {})[name] = value
+                    continue
+                rows: list[Any] = [None] * dist.get_world_size()
+                dist.all_gather_object(rows, [shard.tensor for shard in value.local_shards()])
+                whole.setdefault(fqn, {})[name] = torch.cat([row for found in rows for row in found])
+        return whole
+
+
+STOCK, OURS = Engine("stock"), Engine("ours")

@@ -1,6 +1,7 @@
-"""Files of every FSDP1 state dict type between stock and ours, weights and optimizer: training goes on the same."""
+"""Files of every FSDP1 state dict type, and torch's helpers for state dicts, between stock and ours."""
 
 import itertools
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,20 +11,18 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
-
-from tests.legacy_fsdp_compat.both import (
-    OURS,
-    STOCK,
-    TOLERANCE,
-    Setting,
-    api,
-    assert_same_tensors,
-    load_state,
-    start,
-    state_of,
-    train,
-    whole_state,
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
 )
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from tests.legacy_fsdp_compat.both import OURS, STOCK, TOLERANCE, Engine, Setting, assert_same_tensors, train
 from tests.support import on_ranks, run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # stock warns of its own retirement at every call
@@ -37,7 +36,7 @@ class Case:
 
     kind: str
     setting: Setting
-    writer: str
+    writer: Engine
 
     def __str__(self) -> str:
         flat = "orig" if self.setting.use_orig_params else "flat"
@@ -46,16 +45,16 @@ class Case:
 
 def write(rank: int, case: Case, directory: Path) -> list[float]:
     """Trains, writes this rank's file, trains on; returns the losses after the file."""
-    model, optimizer = start(case.writer, case.setting, 0)
+    model, optimizer = case.writer.start(case.setting, 0)
     train(model, optimizer, rank, range(2))
-    torch.save(state_of(case.writer, case.kind, model, optimizer), directory / f"rank{rank}.pt")
+    torch.save(case.writer.state_of(case.kind, model, optimizer), directory / f"rank{rank}.pt")
     return train(model, optimizer, rank, range(2, 4))
 
 
-def read(rank: int, case: Case, reader: str, directory: Path) -> list[float]:
-    model, optimizer = start(reader, case.setting, 1)
+def read(rank: int, case: Case, reader: Engine, directory: Path) -> list[float]:
+    model, optimizer = reader.start(case.setting, 1)
     state = torch.load(directory / f"rank{rank}.pt", weights_only=False)
-    load_state(reader, case.kind, model, optimizer, state)
+    reader.load_state(case.kind, model, optimizer, state)
     return train(model, optimizer, rank, range(2, 4))
 
 
@@ -92,7 +91,7 @@ def test_files_go_both_ways(rank: int, world_size: int, case: Case, tmp_path: Pa
 def test_local_state_dict_is_that_of_stock(rank: int, world_size: int, use_orig_params: bool) -> None:
     """Element by element, padding included."""
     setting = Setting(use_orig_params=use_orig_params)
-    stock, ours = (state_of(engine, "LOCAL", *start(engine, setting, 0))["model"] for engine in (STOCK, OURS))
+    stock, ours = (engine.state_of("LOCAL", *engine.start(setting, 0))["model"] for engine in (STOCK, OURS))
     assert set(stock) == set(ours)
     for name, value in stock.items():
         if not name.endswith("_flat_param"):
@@ -111,12 +110,12 @@ def test_full_optimizer_state_is_right_where_stock_is_not(rank: int, world_size:
     setting = Setting(optimizer="adam")
     states = {}
     for engine in (STOCK, OURS):
-        model, optimizer = start(engine, setting, 0)
+        model, optimizer = engine.start(setting, 0)
         train(model, optimizer, rank, range(2))
-        names = api(engine)
+        names = engine.api
         with names.FSDP.state_dict_type(model, names.StateDictType.SHARDED_STATE_DICT):
             sharded = names.FSDP.optim_state_dict(model, optimizer)["state"]["inp.weight"]["exp_avg"]
-        full = state_of(engine, "FULL", model, optimizer)["optim"]["state"]["inp.weight"]
+        full = engine.state_of("FULL", model, optimizer)["optim"]["state"]["inp.weight"]
         row = sharded.local_shards()[0]
         offset, length = row.metadata.shard_offsets[0], row.metadata.shard_sizes[0]
         states[engine] = full, full["exp_avg"][offset : offset + length], row.tensor
@@ -126,19 +125,19 @@ def test_full_optimizer_state_is_right_where_stock_is_not(rank: int, world_size:
     torch.testing.assert_close(full["exp_avg_sq"], states[STOCK][0]["exp_avg_sq"], **TOLERANCE)
 
 
-def save_distributed(rank: int, world_size: int, writer: str, setting: Setting, directory: Path) -> dict[str, Any]:
-    model, optimizer = start(writer, setting, 0)
+def save_distributed(rank: int, world_size: int, writer: Engine, setting: Setting, directory: Path) -> dict[str, Any]:
+    model, optimizer = writer.start(setting, 0)
     train(model, optimizer, rank, range(2))
-    state = state_of(writer, "SHARDED", model, optimizer)
+    state = writer.state_of("SHARDED", model, optimizer)
     dcp.save(state, checkpoint_id=directory)
-    return whole_state(writer, model)
+    return writer.state(model)
 
 
 def load_distributed(
-    rank: int, world_size: int, reader: str, setting: Setting, directory: Path
+    rank: int, world_size: int, reader: Engine, setting: Setting, directory: Path
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    names = api(reader)
-    model, optimizer = start(reader, setting, 1)
+    names = reader.api
+    model, optimizer = reader.start(setting, 1)
     with names.FSDP.state_dict_type(model, names.StateDictType.SHARDED_STATE_DICT):
         state = {"model": model.state_dict()}
         dcp.load(state, checkpoint_id=directory)
@@ -149,7 +148,7 @@ def load_distributed(
         loadable = names.FSDP.optim_state_dict_to_load(model, optimizer, found["optim"])
         optimizer.load_state_dict(loadable)
     full = names.FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
-    return whole_state(reader, model), {name: state["momentum_buffer"] for name, state in full["state"].items()}
+    return reader.state(model), {name: state["momentum_buffer"] for name, state in full["state"].items()}
 
 
 @pytest.mark.parametrize(
@@ -162,7 +161,7 @@ def load_distributed(
     ids=str,
 )
 def test_distributed_checkpoints_on_another_world_size(
-    writer: str, reader: str, sizes: tuple[int, int], tmp_path: Path
+    writer: Engine, reader: Engine, sizes: tuple[int, int], tmp_path: Path
 ):
     setting = Setting(optimizer="momentum")
     saved = run_ranks(sizes[0], save_distributed, writer, setting, tmp_path)[0]
@@ -173,3 +172,74 @@ def test_distributed_checkpoints_on_another_world_size(
     assert set(reference) == set(momentum)
     for name, value in reference.items():
         torch.testing.assert_close(momentum[name], value, rtol=0, atol=0)
+
+
+WHOLE = StateDictOptions(full_state_dict=True)
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@on_ranks(2)
+def test_whole_state_dicts(rank: int, world_size: int, use_orig_params: bool) -> None:
+    """Whole tensors: the same names as stock's, the same weights; ours go on from them as stock goes on."""
+    setting = Setting(use_orig_params=use_orig_params, optimizer="momentum")
+    found, expected = {}, {}
+    for engine in (STOCK, OURS):
+        model, optimizer = engine.start(setting, 0)
+        train(model, optimizer, rank, range(2))
+        found[engine] = get_state_dict(model, optimizer, options=WHOLE)
+        expected[engine] = train(model, optimizer, rank, range(2, 4))
+    torch.testing.assert_close(expected[OURS], expected[STOCK], **TOLERANCE)
+    (theirs, their_states), (ours, our_states) = found[STOCK], found[OURS]
+    assert list(theirs) == list(ours)
+    for name, value in theirs.items():
+        torch.testing.assert_close(ours[name], value, **TOLERANCE)
+    assert their_states["state"].keys() == our_states["state"].keys()
+    for name, states in our_states["state"].items():
+        torch.testing.assert_close(
+            states["momentum_buffer"].cpu(), their_states["state"][name]["momentum_buffer"].cpu(), **TOLERANCE
+        )
+    assert {*our_states["param_groups"][0]["params"]} == {*their_states["param_groups"][0]["params"]}
+    for options in (WHOLE, StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)):
+        for weights, states in (found[OURS], found[STOCK]):
+            model, optimizer = OURS.start(setting, 1)
+            mine = rank == 0 or not options.broadcast_from_rank0
+            set_model_state_dict(model, dict(weights) if mine else {}, options=options)
+            set_optimizer_state_dict(model, optimizer, dict(states) if mine else {}, options=options)
+            torch.testing.assert_close(train(model, optimizer, rank, range(2, 4)), expected[OURS], **TOLERANCE)
+
+
+def save(rank: int, world_size: int, engine: Engine, path: Path) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (world_size,))
+    model, optimizer = engine.start(Setting(optimizer="adam"), 0, device_mesh=mesh)
+    train(model, optimizer, rank, range(2))
+    names = engine.api
+    names.FSDP.set_state_dict_type(model, names.StateDictType.SHARDED_STATE_DICT)
+    weights, states = get_state_dict(model, optimizer)
+    assert isinstance(weights["inp.weight"], DTensor)
+    assert isinstance(states["state"]["inp.weight"]["exp_avg_sq"], DTensor)
+    dcp.save({"model": weights, "optim": states}, checkpoint_id=path)
+    return {**engine.state(model), "losses": train(model, optimizer, rank, range(2, 4))}
+
+
+def load(rank: int, world_size: int, engine: Engine, path: Path) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (world_size,))
+    model, optimizer = engine.start(Setting(optimizer="adam"), 1, device_mesh=mesh)
+    names = engine.api
+    names.FSDP.set_state_dict_type(model, names.StateDictType.SHARDED_STATE_DICT)
+    weights, states = get_state_dict(model, optimizer)
+    state = {"model": weights, "optim": states}
+    dcp.load(state, checkpoint_id=path)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+    whole = get_model_state_dict(model, options=WHOLE)
+    return {**whole, "losses": train(model, optimizer, rank, range(2, 4)) if world_size == 2 else None}
+
+
+@pytest.mark.parametrize(("writer", "reader", "world_size"), [(STOCK, OURS, 2), (OURS, STOCK, 2), (OURS, OURS, 3)])
+def test_sharded_state_dicts_go_both_ways(writer: Engine, reader: Engine, world_size: int, tmp_path: Path):
+    expected = run_ranks(2, save, writer, tmp_path)[0]
+    found = run_ranks(world_size, load, reader, tmp_path)[0]
+    losses, expected_losses = found.pop("losses"), expected.pop("losses")
+    assert found.keys() == expected.keys()
+    assert not [name for name, value in expected.items() if not torch.equal(found[name], value)]
+    if losses is not None:
+        assert all(math.isclose(one, other, rel_tol=1e-5) for one, other in zip(losses, expected_losses, strict=True))

@@ -25,16 +25,11 @@ from tests.legacy_fsdp_compat.both import (
     STOCK,
     TOLERANCE,
     Setting,
-    api,
     assert_same_tensors,
     batch,
     build,
     loss_of,
-    of_type,
     train,
-    whole_gradients,
-    whole_state,
-    wrap,
 )
 from tests.support import on_ranks, rank_mesh, run_ranks
 from tests.support.models import Composed
@@ -66,7 +61,7 @@ class Below(nn.Linear):
 def test_which_inputs_are_cast(rank: int, world_size: int) -> None:
     """Of a unit below the root, which gives it an input of its own."""
     for engine in (STOCK, OURS):
-        names = api(engine)
+        names = engine.api
         for cast, dtype in ((False, torch.float32), (True, torch.bfloat16)):
             mixed = names.MixedPrecision(param_dtype=torch.bfloat16, cast_forward_inputs=cast)
             model = Composed(
@@ -75,7 +70,7 @@ def test_which_inputs_are_cast(rank: int, world_size: int) -> None:
                 out=nn.Linear(4, 1),
             )
             policy = names.ModuleWrapPolicy({Below})
-            model = wrap(engine, Setting(), model, mixed_precision=mixed, auto_wrap_policy=policy)
+            model = engine.wrapped(Setting(), model, mixed_precision=mixed, auto_wrap_policy=policy)
             model(torch.ones(2, 4)).sum().backward()
             assert model.below.seen == dtype
 
@@ -85,11 +80,11 @@ def test_batch_norm_is_wrapped_alone_in_full_precision(rank: int, world_size: in
     seen = {}
     for engine in (STOCK, OURS):
         torch.manual_seed(0)
-        names = api(engine)
+        names = engine.api
         norms = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 1))
         mixed = names.MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
         policy = functools.partial(names.size_based_auto_wrap_policy, min_num_params=10_000)
-        model = wrap(engine, Setting(), norms, mixed_precision=mixed, auto_wrap_policy=policy)
+        model = engine.wrapped(Setting(), norms, mixed_precision=mixed, auto_wrap_policy=policy)
         assert [isinstance(one, names.FSDP) for one in model] == [False, True, False]
         seen[engine] = train(model, sgd(model), rank, range(2))
         assert model[1].running_mean.dtype == torch.float32
@@ -101,8 +96,8 @@ def test_full_precision_in_eval(rank: int, world_size: int) -> None:
     import os
 
     os.environ["FSDP_USE_FULL_PREC_IN_EVAL"] = "1"
-    mixed = api(OURS).MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
-    model, plain = wrap(OURS, Setting(), mixed_precision=mixed), build()
+    mixed = OURS.api.MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
+    model, plain = OURS.wrapped(Setting(), mixed_precision=mixed), build()
     inputs = batch(rank, 0)[0]
     model.eval()
     torch.testing.assert_close(model(inputs), plain(inputs), **TOLERANCE)
@@ -118,7 +113,7 @@ def test_full_precision_in_eval(rank: int, world_size: int) -> None:
     model.train()
     loss_of(model, rank, 1).backward()
     assert model.blocks[0].scale.dtype == torch.bfloat16
-    twice = whole_gradients(OURS, model)["inp.weight"]
+    twice = OURS.gradients(model)["inp.weight"]
     for step in (0, 1):
         both.backward_alone(plain, world_size, step)
     torch.testing.assert_close(twice, plain.inp.weight.grad, rtol=5e-2, atol=5e-2)
@@ -130,8 +125,8 @@ def test_full_precision_in_eval(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 @on_ranks(2)
 def test_cpu_offload_and_rank0_only(rank: int, world_size: int, strategy: str) -> None:
-    names = api(OURS)
-    model = wrap(OURS, Setting(strategy), cpu_offload=names.CPUOffload(offload_params=True))
+    names = OURS.api
+    model = OURS.wrapped(Setting(strategy), cpu_offload=names.CPUOffload(offload_params=True))
     train(model, sgd(model), rank, range(3))
     config = names.FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
     with names.FSDP.state_dict_type(model, names.StateDictType.FULL_STATE_DICT, config):
@@ -158,19 +153,19 @@ def test_hybrid_sharding(rank: int, world_size: int, by: str, strategy: str) -> 
     else:
         axes = ("replicate", "shard") if by == "mesh" else None
         arguments = {"device_mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=axes)}
-    model = wrap(OURS, Setting(strategy), **arguments)
+    model = OURS.wrapped(Setting(strategy), **arguments)
     assert (model.world_size, model.rank) == (2, rank % 2)
-    assert model.sharding_strategy is api(OURS).ShardingStrategy[strategy]
+    assert model.sharding_strategy is OURS.api.ShardingStrategy[strategy]
     train(model, sgd(model), rank, range(3))
-    assert_same_tensors(alone(world_size), whole_state(OURS, model), **TOLERANCE)
-    with of_type(OURS, "SHARDED", model):
+    assert_same_tensors(alone(world_size), OURS.state(model), **TOLERANCE)
+    with OURS.of_type("SHARDED", model):
         value = model.state_dict()["inp.weight"]
     assert isinstance(value, DTensor) == ("mesh" in by)
 
 
 @on_ranks(2)
 def test_errors_of_the_constructor(rank: int, world_size: int) -> None:
-    names = api(OURS)
+    names = OURS.api
     hybrid = names.ShardingStrategy.HYBRID_SHARD
     mesh = init_device_mesh("cpu", (2,))
     with pytest.raises(ValueError, match="pass one of them"):
@@ -207,7 +202,7 @@ COMPRESSING = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.b
 def test_compressing_communication_hooks(rank: int, world_size: int, strategy: str, kind: str) -> None:
     seen = {}
     for engine in (STOCK, OURS):
-        model = wrap(engine, Setting(strategy))
+        model = engine.wrapped(Setting(strategy))
         state, hook = default_hooks.LowPrecisionState(dist.group.WORLD), COMPRESSING[kind]
         with pytest.raises((AssertionError, ValueError)):
             model.register_comm_hook(state, "not callable")
@@ -217,7 +212,7 @@ def test_compressing_communication_hooks(rank: int, world_size: int, strategy: s
         # torch's compressing hooks tell the allocator which stream used a tensor, also on a CPU, which has none.
         with mock.patch.object(torch.Tensor, "record_stream"):
             losses = train(model, sgd(model), rank, range(3))
-        seen[engine] = {"losses": torch.tensor(losses), **whole_state(engine, model)}
+        seen[engine] = {"losses": torch.tensor(losses), **engine.state(model)}
     assert_same_tensors(seen[STOCK], seen[OURS], **TOLERANCE)
 
 
@@ -229,7 +224,7 @@ def replicas_first(world_size: int) -> Any:
 
 def test_grad_scaler_looks_at_all_ranks():
     """At more than those over which the first gradient is sharded, as torch's does."""
-    run_ranks(2, finds_an_overflow, replicas_first, api(OURS).ShardedGradScaler, {"fused": True})
+    run_ranks(2, finds_an_overflow, replicas_first, OURS.api.ShardedGradScaler, {"fused": True})
 
 
 @on_ranks(2)
@@ -240,11 +235,11 @@ def test_a_communication_hook_beside_a_scalar(rank: int, world_size: int) -> Non
         torch.manual_seed(0)
         gain = nn.Parameter(torch.tensor(2.0))
         scaled = Composed(lambda m, x: m.inner(x) * m.gain, inner=nn.Linear(4, 4), gain=gain)
-        model = api(OURS).FSDP(scaled, use_orig_params=True, device_id=CPU)
+        model = OURS.api.FSDP(scaled, use_orig_params=True, device_id=CPU)
         if hooked:
             model.register_comm_hook(default_hooks.DefaultState(dist.group.WORLD), default_hooks.reduce_scatter_hook)
         model(batch(rank, 0)[0]).square().mean().backward()
-        gradients.append(whole_gradients(OURS, model))
+        gradients.append(OURS.gradients(model))
     assert_same_tensors(*gradients, **TOLERANCE)
 
 
@@ -253,22 +248,22 @@ def test_a_communication_hook_beside_a_scalar(rank: int, world_size: int) -> Non
 
 @torch.no_grad()
 def fill_and_fail(model: nn.Module) -> None:
-    with api(OURS).FSDP.summon_full_params(model):
+    with OURS.api.FSDP.summon_full_params(model):
         model.inp.weight.fill_(5.0)
         raise ZeroDivisionError
 
 
 @on_ranks(3)
 def test_summon_full_params(rank: int, world_size: int) -> None:
-    names = api(OURS)
-    model = wrap(OURS, Setting())
+    names = OURS.api
+    model = OURS.wrapped(Setting())
     with names.FSDP.summon_full_params(model):
         with torch.no_grad():
             model.inp.weight.fill_(3.0)
         model.out.bias = nn.Parameter(torch.full((1,), 7.0))
         with pytest.raises(AssertionError, match="inside another"), names.FSDP.summon_full_params(model):
             pass
-    state = whole_state(OURS, model)
+    state = OURS.state(model)
     assert torch.all(state["inp.weight"] == 3.0)
     assert torch.all(state["out.bias"] == 7.0)
     with names.FSDP.summon_full_params(model, rank0_only=True, writeback=False, offload_to_cpu=True):
@@ -306,7 +301,7 @@ def test_what_is_ignored_is_not_synced(rank: int, world_size: int) -> None:
     with torch.no_grad():
         model.inp.bias.fill_(rank)
         model.out.bias.fill_(rank)
-    model = wrap(OURS, Setting(), model, sync_module_states=True, ignored_states=[model.out.bias])
+    model = OURS.wrapped(Setting(), model, sync_module_states=True, ignored_states=[model.out.bias])
     assert torch.all(model.out.bias == rank), "an ignored parameter was synchronised"
     assert torch.all(model.inp.bias.to_local() == 0)
 
@@ -321,9 +316,9 @@ def test_values_of_rank_0_for_modules_on_the_meta_device(rank: int, world_size: 
 
     with torch.device("meta" if rank else "cpu"):
         model = build_small()
-    names = api(OURS)
+    names = OURS.api
     model = names.FSDP(model, auto_wrap_policy=names.ModuleWrapPolicy({nn.Sequential}), sync_module_states=True)
-    assert_same_tensors(dict(build_small().state_dict()), whole_state(OURS, model), rtol=0, atol=0)
+    assert_same_tensors(dict(build_small().state_dict()), OURS.state(model), rtol=0, atol=0)
 
 
 @on_ranks(1)
@@ -335,16 +330,16 @@ def test_torchdistx_is_refused(rank: int, world_size: int) -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setitem(sys.modules, "torchdistx.fake", torchdistx)
         with pytest.raises(RuntimeError, match=r"'inp' \(Linear\) was deferred by torchdistX.*materialize_module"):
-            wrap(OURS, Setting(), model)
-        wrap(OURS, Setting(), build())
+            OURS.wrapped(Setting(), model)
+        OURS.wrapped(Setting(), build())
 
 
 @on_ranks(2)
 def test_policies_and_enums_of_stock(rank: int, world_size: int) -> None:
-    ours, theirs = api(OURS), api(STOCK)
-    mixed = wrap(OURS, Setting(), auto_wrap_policy=theirs.ModuleWrapPolicy({both.Block}))
+    ours, theirs = OURS.api, STOCK.api
+    mixed = OURS.wrapped(Setting(), auto_wrap_policy=theirs.ModuleWrapPolicy({both.Block}))
     assert len(ours.FSDP.fsdp_modules(mixed)) == 3
-    wrap(OURS, Setting(), sharding_strategy=theirs.ShardingStrategy.NO_SHARD, mixed_precision=theirs.MixedPrecision())
+    OURS.wrapped(Setting(), sharding_strategy=theirs.ShardingStrategy.NO_SHARD, mixed_precision=theirs.MixedPrecision())
     linear = nn.Linear(2, 2)
     assert ours.wrap(linear) is linear
     with ours.enable_wrap(wrapper_cls=ours.FSDP, use_orig_params=True):
@@ -358,23 +353,23 @@ def test_names_through_activation_checkpoint_wrappers(rank: int, world_size: int
     for engine in (STOCK, OURS):
         model = build()
         model.blocks[0] = checkpoint_wrapper(model.blocks[0])
-        model = wrap(engine, Setting(), model)
+        model = engine.wrapped(Setting(), model)
         losses = train(model, sgd(model), rank, range(2))
         assert isinstance(model.module, both.Model)
-        state = whole_state(engine, model)
+        state = engine.state(model)
         model.load_state_dict(state)
-        seen[engine] = {"losses": torch.tensor(losses), **whole_state(engine, model)}
+        seen[engine] = {"losses": torch.tensor(losses), **engine.state(model)}
     assert_same_tensors(seen[STOCK], seen[OURS], **TOLERANCE)
     assert "blocks.0.up.weight" in seen[OURS]
     assert model.inp is model.module.inp
-    assert api(OURS).FSDP(nn.Sequential(nn.Linear(2, 2)))[0].in_features == 2
+    assert OURS.api.FSDP(nn.Sequential(nn.Linear(2, 2)))[0].in_features == 2
 
 
 @on_ranks(2)
 def test_errors_of_loading(rank: int, world_size: int) -> None:
-    names = api(OURS)
-    model = wrap(OURS, Setting())
-    state = whole_state(OURS, model)
+    names = OURS.api
+    model = OURS.wrapped(Setting())
+    state = OURS.state(model)
     short = dict(state)
     del short["inp.weight"]
     with pytest.raises(RuntimeError, match=r'Missing key.*"inp.weight"'):
@@ -408,7 +403,7 @@ def test_errors_of_loading(rank: int, world_size: int) -> None:
 def test_another_order_of_execution_is_reported(rank: int, world_size: int) -> None:
     """Every rank runs both experts of a mixture, in its own order if `order` says so."""
     torch.manual_seed(0)
-    fsdp = api(OURS).FSDP
+    fsdp = OURS.api.FSDP
     dist.set_debug_level(dist.DebugLevel.DETAIL)
     model = fsdp(
         Composed(
@@ -435,7 +430,7 @@ def test_a_parameter_tied_across_units(rank: int, world_size: int) -> None:
 
     def start(seed: int) -> tuple[Any, torch.optim.Optimizer]:
         torch.manual_seed(seed)
-        model = wrap(OURS, Setting(), both.Tied(), auto_wrap_policy=api(OURS).ModuleWrapPolicy({nn.Embedding}))
+        model = OURS.wrapped(Setting(), both.Tied(), auto_wrap_policy=OURS.api.ModuleWrapPolicy({nn.Embedding}))
         return model, torch.optim.Adam(model.parameters())
 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -445,18 +440,18 @@ def test_a_parameter_tied_across_units(rank: int, world_size: int) -> None:
 
     model, optimizer = start(0)
     step(model, optimizer)
-    expected = whole_state(OURS, model)
+    expected = OURS.state(model)
     assert list(expected) == list(both.Tied().state_dict())
-    states = {kind: both.state_of(OURS, kind, model, optimizer) for kind in ("FULL", "SHARDED", "LOCAL")}
+    states = {kind: OURS.state_of(kind, model, optimizer) for kind in ("FULL", "SHARDED", "LOCAL")}
     step(model, optimizer)
     for kind, state in states.items():
         assert not any(isinstance(value, DTensor) for value in state["model"].values()), kind
         other, its_optimizer = start(1)
-        both.load_state(OURS, kind, other, its_optimizer, state)
+        OURS.load_state(kind, other, its_optimizer, state)
         assert other.head.weight is other.emb.weight
-        assert_same_tensors(expected, whole_state(OURS, other), rtol=0, atol=0)
+        assert_same_tensors(expected, OURS.state(other), rtol=0, atol=0)
         step(other, its_optimizer)
-        assert_same_tensors(whole_state(OURS, model), whole_state(OURS, other), **TOLERANCE)
+        assert_same_tensors(OURS.state(model), OURS.state(other), **TOLERANCE)
 
 
 @on_ranks(2)
@@ -467,7 +462,7 @@ def test_calls_inside_summon_full_params(rank: int, world_size: int) -> None:
     for recurse in (False, True):
         seen = {}
         for engine in (STOCK, OURS):
-            names, model = api(engine), wrap(engine, Setting())
+            names, model = engine.api, engine.wrapped(Setting())
             for _ in range(2):
                 with names.FSDP.summon_full_params(model, recurse=recurse, writeback=False), torch.no_grad():
                     torch.testing.assert_close(model.module.forward(inputs), expected, **TOLERANCE)
@@ -485,8 +480,8 @@ def test_calls_inside_summon_full_params(rank: int, world_size: int) -> None:
 @on_ranks(2)
 def test_loading_files_of_which_one_is_wrong(rank: int, world_size: int) -> None:
     """One rank's file belongs to another run: every rank raises, and none waits for it."""
-    model = wrap(OURS, Setting())
-    with of_type(OURS, "LOCAL", model):
+    model = OURS.wrapped(Setting())
+    with OURS.of_type("LOCAL", model):
         state = model.state_dict()
         if rank == 1:
             state["blocks.0._flat_param"] = state["_flat_param"]
@@ -497,8 +492,8 @@ def test_loading_files_of_which_one_is_wrong(rank: int, world_size: int) -> None
 @on_ranks(2)
 def test_gradients_that_wait_are_not_summoned(rank: int, world_size: int) -> None:
     """There are no whole gradients yet; stock raises AssertionError."""
-    fsdp = api(OURS).FSDP
-    model = wrap(OURS, Setting())
+    fsdp = OURS.api.FSDP
+    model = OURS.wrapped(Setting())
     with model.no_sync():
         loss_of(model, rank, 0).backward()
     with (
@@ -513,14 +508,14 @@ def test_gradients_that_wait_are_not_summoned(rank: int, world_size: int) -> Non
 @on_ranks(2)
 def test_parameters_that_are_written_behind_its_back_are_refused(rank: int, world_size: int) -> None:
     """Other rows of the page's table show the error of forward."""
-    fsdp = api(OURS).FSDP
-    model: Any = wrap(OURS, Setting(policy=False), nn.Linear(8, 8))
+    fsdp = OURS.api.FSDP
+    model: Any = OURS.wrapped(Setting(policy=False), nn.Linear(8, 8))
     for parameter in model.parameters():
         parameter.data = parameter.data * 2
     for use in (model.state_dict, fsdp.summon_full_params(model).__enter__):
         with pytest.raises(RuntimeError, match=r"data of parameter 'weight' was replaced"):
             use()
-    model = wrap(OURS, Setting(policy=False), nn.Linear(8, 8))
+    model = OURS.wrapped(Setting(policy=False), nn.Linear(8, 8))
     model.module.weight = nn.Parameter(torch.ones(3, 2))
     for use in (model.state_dict, fsdp.summon_full_params(model).__enter__):
         with pytest.raises(ValueError, match="parameter 'weight' was replaced by a plain tensor"):

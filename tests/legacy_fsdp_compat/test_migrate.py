@@ -30,22 +30,7 @@ from shardkit.legacy_fsdp_compat.migrate import (
 from shardkit.legacy_fsdp_compat.migrate.command import main
 from shardkit.legacy_fsdp_compat.migrate.conversion import FORMATS, LOCAL, SHARDED
 from shardkit.legacy_fsdp_compat.migrate.rank_files import StoredShards, leaves_of_file
-from tests.legacy_fsdp_compat.both import (
-    OURS,
-    STOCK,
-    Setting,
-    build,
-    load_state,
-    local_moments,
-    of_type,
-    shapes_of,
-    start,
-    state_of,
-    tensors_of,
-    train,
-    whole_state,
-    wrap,
-)
+from tests.legacy_fsdp_compat.both import OURS, STOCK, Setting, build, shapes_of, tensors_of, train
 from tests.support import rank_mesh, run_ranks
 from tests.support.sharding import shard_each
 
@@ -70,10 +55,10 @@ class Written:
 
 def write(rank: int, world_size: int, engine: str, setting: Setting, directory: Path) -> tuple[Any, Any]:
     """Every kind of checkpoint of one run, each in a directory of its own. Returns weights and optimizer state."""
-    model, optimizer = start(engine, setting, 0)
+    model, optimizer = engine.start(setting, 0)
     train(model, optimizer, rank, range(2))
     for kind in KINDS:
-        state = state_of(engine, kind.split("-")[0], model, optimizer)
+        state = engine.state_of(kind.split("-")[0], model, optimizer)
         (directory / kind).mkdir(exist_ok=True)
         if kind == "LOCAL-RAW":
             state["optim"] = optimizer.state_dict()
@@ -83,7 +68,7 @@ def write(rank: int, world_size: int, engine: str, setting: Setting, directory: 
             torch.save(state, directory / kind / f"checkpoint-rank{rank}.pt")
         elif rank == 0:
             torch.save(state, directory / kind / "checkpoint.pt")
-    return whole_state(engine, model), local_moments(engine, model, optimizer)
+    return engine.state(model), engine.local_moments(model, optimizer)
 
 
 @pytest.fixture(scope="module")
@@ -380,11 +365,11 @@ def test_shapes_of_another_model_name_the_file(tmp_path: Path):
 
 
 def write_two_groups(rank: int, world_size: int, directory: Path) -> None:
-    model = wrap(STOCK, Setting())
+    model = STOCK.wrapped(Setting())
     parameters = list(model.parameters())
     optimizer = torch.optim.Adam([{"params": parameters[1:]}, {"params": parameters[:1]}])
     train(model, optimizer, rank, range(1))
-    with of_type(STOCK, "LOCAL", model):
+    with STOCK.of_type("LOCAL", model):
         state = {"model": model.state_dict(), "optim": optimizer.state_dict()}
     torch.save(state, directory / f"rank{rank}.pt")
 
@@ -418,9 +403,9 @@ def test_code_in_pickles_is_refused(copied: Path, capsys: pytest.CaptureFixture[
 
 def load_rank_file(rank: int, world_size: int, engine: str, use_orig_params: bool, directory: Path) -> Any:
     """The parameters of a model that has loaded this rank's file, and the moments of its optimizer."""
-    model, optimizer = start(engine, Setting(use_orig_params=use_orig_params, optimizer="adam"), 1)
-    load_state(engine, "SHARDED", model, optimizer, torch.load(directory / f"rank{rank}.pt", weights_only=False))
-    return whole_state(engine, model), local_moments(engine, model, optimizer)
+    model, optimizer = engine.start(Setting(use_orig_params=use_orig_params, optimizer="adam"), 1)
+    engine.load_state("SHARDED", model, optimizer, torch.load(directory / f"rank{rank}.pt", weights_only=False))
+    return engine.state(model), engine.local_moments(model, optimizer)
 
 
 @pytest.mark.daily(ranks=[2, 3])

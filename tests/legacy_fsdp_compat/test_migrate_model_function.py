@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from shardkit.legacy_fsdp_compat.migrate.command import main
-from tests.legacy_fsdp_compat.both import CPU, OURS, STOCK, api
+from tests.legacy_fsdp_compat.both import CPU, OURS, STOCK
 from tests.support import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-NAMES = api(OURS)
+NAMES = OURS.api
 
 
 class Net(nn.Module):
@@ -28,7 +28,7 @@ class Net(nn.Module):
 
 
 def write(rank: int, world_size: int, directory: Path) -> None:
-    names = api(STOCK)
+    names = STOCK.api
     model = names.FSDP(Net(), auto_wrap_policy=names.ModuleWrapPolicy({nn.Sequential}), device_id=CPU)
     with names.FSDP.state_dict_type(model, names.StateDictType.LOCAL_STATE_DICT):
         torch.save({"model": model.state_dict()}, directory / f"rank{rank}.pt")
@@ -55,22 +55,6 @@ def fails() -> nn.Module:
     raise OSError("no such file:\n  'vocabulary.txt'")
 
 
-def needs_arguments(config: object) -> nn.Module:
-    raise NotImplementedError(config)
-
-
-def needs_values() -> nn.Module:
-    return nn.Linear(int(torch.ones(3).sum().item()), 2)
-
-
-def returns_nothing() -> None:
-    """A function without its return."""
-
-
-def lazy() -> nn.Module:
-    return nn.Sequential(nn.LazyLinear(3))
-
-
 def wrapped_already() -> nn.Module:
     model = Net()
     model.outer._modules["_fsdp_wrapped_module"] = nn.Linear(6, 2)
@@ -82,38 +66,52 @@ class WithExtraState(Net):
         raise RuntimeError("no state\nyet")
 
 
-def with_extra_state() -> nn.Module:
-    return WithExtraState()
-
-
 def with_more() -> nn.Module:
     model = Net()
     model.more = nn.Linear(2, 2)
     return model
 
 
-NOT_A_FUNCTION, A_MODULE = 5, Net()
+CALLED: Any = Net()  # what --model names: each case sets it
+FUNCTIONS: dict[str, tuple[Any, str]] = {
+    "raises": (
+        fails,
+        r"raised OSError in line \d+ of .*_model_function.py: no such file: 'vocabulary.txt'; it is called",
+    ),
+    "needs arguments": (
+        lambda config: config,
+        "raised TypeError: .*missing 1 required positional argument: 'config'; it is called",
+    ),
+    "needs values": (
+        lambda: nn.Linear(int(torch.ones(3).sum().item()), 2),
+        "cannot be called on meta tensors; it is called without arguments on the meta device",
+    ),
+    "returns nothing": (lambda: None, "returned something of type NoneType, expected a torch.nn.Module, or a pair"),
+    "a number": (5, "is something of type int, expected a function"),
+    "lazy": (
+        lambda: nn.Sequential(nn.LazyLinear(3)),
+        r"\['0.weight', '0.bias'\] of the model have no shapes before its first forward",
+    ),
+    "wrapped already": (wrapped_already, "'outer' of the model is an FSDP module: build the model without FSDP"),
+    "extra state": (
+        WithExtraState,
+        r"state_dict of the model raised RuntimeError in line \d+ of .*_function.py: no state yet;",
+    ),
+    "more parameters": (with_more, r"'model._flat_param' has 14 elements in .* make 20"),
+}
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("fails", r"raised OSError in line \d+ of .*_model_function.py: no such file: 'vocabulary.txt'; it is called"),
-        ("needs_arguments", "raised TypeError: .*missing 1 required positional argument: 'config'; it is called"),
-        ("needs_values", "cannot be called on meta tensors; it is called without arguments on the meta device"),
-        ("returns_nothing", "returned something of type NoneType, expected a torch.nn.Module, or a pair"),
-        ("Net.__init__", "has no 'Net.__init__', expected a function"),
-        ("NOT_A_FUNCTION", "is something of type int, expected a function"),
-        ("lazy", r"\['0.weight', '0.bias'\] of the model have no shapes before its first forward"),
-        ("wrapped_already", "'outer' of the model is an FSDP module: build the model without FSDP"),
-        (
-            "with_extra_state",
-            r"state_dict of the model raised RuntimeError in line \d+ of .*_function.py: no state yet;",
-        ),
-        ("with_more", r"'model._flat_param' has 14 elements in .* make 20"),
-    ],
-)
-def test_functions(name: str, message: str, local_files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+@pytest.mark.parametrize("case", [*FUNCTIONS, "no such name"])
+def test_functions(
+    case: str,
+    local_files: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    called, message = FUNCTIONS.get(case, (Net, "has no 'Net.__init__', expected a function"))
+    monkeypatch.setattr(f"{__name__}.CALLED", called)
+    name = "CALLED" if case in FUNCTIONS else "Net.__init__"
     status, said = converted(local_files, tmp_path / "out", f"{__name__}:{name}", "dcp", capsys)
     assert status == 2
     assert re.search(f"^error: .*{message}", said), said
@@ -176,25 +174,22 @@ ARGUMENTS: dict[str, tuple[Callable[[Net], dict[str, Any]], str]] = {
 }
 
 
-def build_with(arguments: str) -> tuple[nn.Module, dict[str, Any]]:
-    model = Net()
-    return model, ARGUMENTS[arguments][0](model)
-
-
 @pytest.mark.parametrize("case", ARGUMENTS)
 def test_arguments(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     """Nothing is written, instead of files with a wrapping that nobody meant."""
-    model, _ = build_with(case)
+    made, message = ARGUMENTS[case]
+    model = Net()
+    arguments = made(model)
     torch.save(model.state_dict(), tmp_path / "full.pt")
-    monkeypatch.setattr(f"{__name__}.A_MODULE", lambda: build_with(case))
-    status, said = converted(tmp_path / "full.pt", tmp_path / "out", f"{__name__}:A_MODULE", "local", capsys)
+    monkeypatch.setattr(f"{__name__}.CALLED", lambda: (model, arguments))
+    status, said = converted(tmp_path / "full.pt", tmp_path / "out", f"{__name__}:CALLED", "local", capsys)
     assert status == 2
-    assert re.search(f"^error: .*{ARGUMENTS[case][1]}", said), said
+    assert re.search(f"^error: .*{message}", said), said
 
 
 def good() -> tuple[nn.Module, dict[str, Any]]:
     """With arguments that do not matter here, and stock's classes."""
-    names = api(STOCK)
+    names = STOCK.api
     return Net(), {
         "auto_wrap_policy": names.ModuleWrapPolicy({nn.Sequential}),
         "sharding_strategy": names.ShardingStrategy.SHARD_GRAD_OP,

@@ -1,6 +1,7 @@
 """Rewriting of FSDP1 scripts: changed lines, unchanged lines and reports."""
 
 import ast
+import re
 import textwrap
 from pathlib import Path
 
@@ -10,87 +11,55 @@ from shardkit.legacy_fsdp_compat.migrate.command import main
 from shardkit.legacy_fsdp_compat.migrate.script import rewrite
 
 
-def changed(source: str) -> str:
-    result = rewrite(textwrap.dedent(source))
-    ast.parse(result.source)
-    return result.source
+def of(text: str) -> str:
+    """A script, in which T stands for stock's package and S for ours."""
+    return re.sub(r"\bT\b", "torch.distributed.fsdp", re.sub(r"\bS\b", "shardkit.legacy_fsdp_compat", text))
 
 
 @pytest.mark.parametrize(
     ("before", "after"),
     [
+        ("from T import StateDictType as Kind, CPUOffload\n", "from S import StateDictType as Kind, CPUOffload\n"),
+        ("from T import (  # why\n    CPUOffload,\n)\n", "from S import (  # why\n    CPUOffload,\n)\n"),
+        ("from T.wrap import ModuleWrapPolicy\n", "from S.wrap import ModuleWrapPolicy\n"),
         (
-            "from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, StateDictType\n",
-            "from shardkit.legacy_fsdp_compat import FullyShardedDataParallel as FSDP, StateDictType\n",
+            "from T import StateDictType, fully_shard\n",
+            "from S import StateDictType; from shardkit.core import fully_shard\n",
         ),
-        (
-            "from torch.distributed.fsdp import (  # what we need\n    CPUOffload,\n    MixedPrecision,\n)\n",
-            "from shardkit.legacy_fsdp_compat import (  # what we need\n    CPUOffload,\n    MixedPrecision,\n)\n",
-        ),
-        (
-            "from torch.distributed.fsdp.wrap import ModuleWrapPolicy\n",
-            "from shardkit.legacy_fsdp_compat.wrap import ModuleWrapPolicy\n",
-        ),
-        (
-            "from torch.distributed.fsdp import StateDictType, fully_shard\n",
-            "from shardkit.legacy_fsdp_compat import StateDictType; from shardkit.core import fully_shard\n",
-        ),
-        ("from torch.distributed.fsdp import fully_shard\n", "from shardkit.core import fully_shard\n"),
-        (
-            "import torch.distributed.fsdp as fsdp\nfsdp.StateDictType\n",
-            "import shardkit.legacy_fsdp_compat as fsdp\nfsdp.StateDictType\n",
-        ),
+        ("from T import fully_shard\n", "from shardkit.core import fully_shard\n"),
+        ("import T as fsdp\nfsdp.StateDictType\n", "import S as fsdp\nfsdp.StateDictType\n"),
         (
             "from torch.distributed import fsdp, rpc\n",
             "from torch.distributed import rpc; from shardkit import legacy_fsdp_compat as fsdp\n",
         ),
-        (
-            "import torch\nmodel = torch.distributed.fsdp.FullyShardedDataParallel(model)\n",
-            (
-                "import torch\nimport shardkit.legacy_fsdp_compat\n"
-                "model = shardkit.legacy_fsdp_compat.FullyShardedDataParallel(model)\n"
-            ),
-        ),
+        ("import torch\nm = T.CPUOffload(m)\n", "import torch\nimport S\nm = S.CPUOffload(m)\n"),
         ("import torch.distributed as dist\ndist.barrier()\n", "import torch.distributed as dist\ndist.barrier()\n"),
+        ("import T\ntorch.manual_seed(0)\n", "import torch, S\ntorch.manual_seed(0)\n"),
+        ("import torch\nimport T\ntorch.manual_seed(0)\n", "import torch\nimport S\ntorch.manual_seed(0)\n"),
         (
-            "import torch.distributed.fsdp\ntorch.manual_seed(0)\n",
-            "import torch, shardkit.legacy_fsdp_compat\ntorch.manual_seed(0)\n",
+            "import torch.distributed as dist\nm = dist.fsdp.CPUOffload(m)\n",
+            "import torch.distributed as dist\nimport S\nm = S.CPUOffload(m)\n",
         ),
         (
-            "import torch\nimport torch.distributed.fsdp\ntorch.manual_seed(0)\n",
-            "import torch\nimport shardkit.legacy_fsdp_compat\ntorch.manual_seed(0)\n",
+            "import T as F\nF.fully_shard(m)\nF.wrap.wrap(m)\n",
+            "import S as F\nimport shardkit.core\nshardkit.core.fully_shard(m)\nF.wrap.wrap(m)\n",
+        ),
+        ("import torch\nT.wrap.wrap(m)\n", "import torch\nimport S.wrap\nS.wrap.wrap(m)\n"),
+        (
+            "from T import *\nfully_shard(m)\n",
+            "from S import *; from shardkit.core import fully_shard\nfully_shard(m)\n",
         ),
         (
-            "import torch.distributed as dist\nmodel = dist.fsdp.FullyShardedDataParallel(model)\n",
-            (
-                "import torch.distributed as dist\nimport shardkit.legacy_fsdp_compat\n"
-                "model = shardkit.legacy_fsdp_compat.FullyShardedDataParallel(model)\n"
-            ),
-        ),
-        (
-            "import torch.distributed.fsdp as F2\nF2.fully_shard(m)\nF2.wrap.wrap(m)\n",
-            (
-                "import shardkit.legacy_fsdp_compat as F2\nimport shardkit.core\n"
-                "shardkit.core.fully_shard(m)\nF2.wrap.wrap(m)\n"
-            ),
-        ),
-        (
-            "import torch\ntorch.distributed.fsdp.wrap.wrap(m)\n",
-            "import torch\nimport shardkit.legacy_fsdp_compat.wrap\nshardkit.legacy_fsdp_compat.wrap.wrap(m)\n",
-        ),
-        (
-            "from torch.distributed.fsdp import *\nfully_shard(m)\n",
-            "from shardkit.legacy_fsdp_compat import *; from shardkit.core import fully_shard\nfully_shard(m)\n",
-        ),
-        (
-            "from torch.distributed.fsdp.fully_sharded_data_parallel import StateDictType\n",
-            "from shardkit.legacy_fsdp_compat.fully_sharded_data_parallel import StateDictType\n",
+            "from T.fully_sharded_data_parallel import StateDictType\n",
+            "from S.fully_sharded_data_parallel import StateDictType\n",
         ),
     ],
 )
 def test_what_changes(before: str, after: str):
-    assert changed(before) == after
-    assert changed(after) == after
+    written = of(after)
+    ast.parse(written)
+    for source in (of(before), written):
+        assert rewrite(source).source == written
 
 
 def test_what_a_person_must_decide():

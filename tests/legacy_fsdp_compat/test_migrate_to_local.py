@@ -22,20 +22,7 @@ from shardkit.legacy_fsdp_compat.migrate import (
 from shardkit.legacy_fsdp_compat.migrate.command import main
 from shardkit.legacy_fsdp_compat.migrate.rank_files import StoredShards, leaves_of_file
 from tests.legacy_fsdp_compat import both
-from tests.legacy_fsdp_compat.both import (
-    CPU,
-    OPTIMIZERS,
-    OURS,
-    STOCK,
-    Block,
-    api,
-    load_state,
-    local_moments,
-    records,
-    state_of,
-    train,
-    whole_state,
-)
+from tests.legacy_fsdp_compat.both import CPU, OPTIMIZERS, OURS, STOCK, Block, Engine, records, train
 from tests.support import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -75,8 +62,8 @@ def build(kind: str, seed: int) -> nn.Module:
     return MODELS[kind]()
 
 
-def wrapped(engine: str, kind: str, use_orig_params: bool, seed: int, mixed: bool = False) -> tuple[Any, Any]:
-    names, model = api(engine), build(kind, seed)
+def wrapped(engine: Engine, kind: str, use_orig_params: bool, seed: int, mixed: bool = False) -> tuple[Any, Any]:
+    names, model = engine.api, build(kind, seed)
     model = names.FSDP(model, device_id=CPU, **fsdp_arguments(names, kind, model, use_orig_params, mixed))
     return model, OPTIMIZERS["adam"]([one for one in model.parameters() if one.requires_grad])
 
@@ -85,11 +72,11 @@ def write(rank: int, world_size: int, kind: str, use_orig_params: bool, mixed: b
     """Stock's LOCAL file after two steps, and the model's shapes; returns the state."""
     model, optimizer = wrapped(STOCK, kind, use_orig_params, 0, mixed)
     train(model, optimizer, rank, range(2))
-    state = state_of(STOCK, "LOCAL", model, optimizer) | {"step": 2}
+    state = STOCK.state_of("LOCAL", model, optimizer) | {"step": 2}
     (directory / "local").mkdir(exist_ok=True)
     torch.save(state, directory / "local" / f"rank{rank}.pt")
     # Copies, as of ignored parameters it is the optimizer's own state.
-    weights, moments = whole_state(STOCK, model), copy.deepcopy(local_moments(STOCK, model, optimizer))
+    weights, moments = STOCK.state(model), copy.deepcopy(STOCK.local_moments(model, optimizer))
     if rank == 0:
         torch.save(build(kind, 0).state_dict(), directory / "shapes.pt")
     return weights, moments
@@ -159,21 +146,21 @@ def test_the_round_trip_is_what_stock_wrote(
 def factory(kind: str, use_orig_params: bool, mixed: bool) -> tuple[nn.Module, dict[str, Any]]:
     with torch.device("meta"):
         model = build(kind, 0)
-    return model, fsdp_arguments(api(STOCK), kind, model, use_orig_params, mixed)
+    return model, fsdp_arguments(STOCK.api, kind, model, use_orig_params, mixed)
 
 
-def load(rank: int, world_size: int, engine: str, kind: str, use_orig_params: bool, directory: Path) -> Any:
+def load(rank: int, world_size: int, engine: Engine, kind: str, use_orig_params: bool, directory: Path) -> Any:
     """Loads this rank's file. Returns the losses of further steps, and the loaded values."""
     model, optimizer = wrapped(engine, kind, use_orig_params, 1)
-    load_state(engine, "LOCAL", model, optimizer, torch.load(directory / f"rank{rank}.pt", weights_only=False))
-    weights, moments = whole_state(engine, model), copy.deepcopy(local_moments(engine, model, optimizer))
+    engine.load_state("LOCAL", model, optimizer, torch.load(directory / f"rank{rank}.pt", weights_only=False))
+    weights, moments = engine.state(model), copy.deepcopy(engine.local_moments(model, optimizer))
     return train(model, optimizer, rank, range(2, 4)), weights, moments
 
 
 def load_full(rank: int, world_size: int, kind: str, use_orig_params: bool, path: Path) -> list[float]:
     """Losses of stock after one full file."""
     model, optimizer = wrapped(STOCK, kind, use_orig_params, 1)
-    load_state(STOCK, "FULL", model, optimizer, torch.load(path, weights_only=True))
+    STOCK.load_state("FULL", model, optimizer, torch.load(path, weights_only=True))
     return train(model, optimizer, rank, range(2, 4))
 
 
@@ -203,7 +190,7 @@ def write_sharded(rank: int, world_size: int, directory: Path) -> None:
     """Stock's SHARDED file after a step."""
     model, optimizer = wrapped(STOCK, "tied", True, 0)
     train(model, optimizer, rank, range(1))
-    torch.save(state_of(STOCK, "SHARDED", model, optimizer), directory / f"rank{rank}.pt")
+    torch.save(STOCK.state_of("SHARDED", model, optimizer), directory / f"rank{rank}.pt")
 
 
 def test_sharded_files_have_ignored_parameters_whole(tmp_path: Path):
@@ -232,7 +219,7 @@ def plain(directory: Path, **more: Any) -> Path:
 def built() -> tuple[nn.Module, dict[str, Any]]:
     """For --model."""
     model = build("tied", 0)
-    return model, fsdp_arguments(api(OURS), "tied", model, True, False)
+    return model, fsdp_arguments(OURS.api, "tied", model, True, False)
 
 
 def arguments(use_orig_params: bool, **units: Any) -> dict[str, Any]:

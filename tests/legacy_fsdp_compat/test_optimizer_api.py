@@ -14,17 +14,14 @@ from tests.legacy_fsdp_compat.both import (
     OURS,
     STOCK,
     TOLERANCE,
+    Engine,
     Setting,
     alone,
-    api,
     assert_same_tensors,
     build,
     loss_of,
     named_parameters,
-    start,
     train,
-    whole_state,
-    wrap,
 )
 from tests.support import on_ranks, run_ranks
 
@@ -37,8 +34,8 @@ ADAM = Setting(optimizer="adam")
 @on_ranks(2)
 def test_groups_keep_their_hyper_parameters(rank: int, world_size: int) -> None:
     """Groups with hyper-parameters of their own, an empty one, parameters without state, and some left out."""
-    names = api(OURS)
-    model = wrap(OURS, Setting())
+    names = OURS.api
+    model = OURS.wrapped(Setting())
     named = dict(named_parameters(model))
     weights = [p for name, p in named.items() if name.endswith("weight") and "out" not in name]
     biases = [p for name, p in named.items() if name.endswith("bias") and "out" not in name]
@@ -85,17 +82,17 @@ def test_groups_keep_their_hyper_parameters(rank: int, world_size: int) -> None:
 @on_ranks(2)
 def test_rekey_optim_state_dict(rank: int, world_size: int) -> None:
     """A full state by name goes into a model without FSDP, and comes back."""
-    names = api(OURS)
-    model, optimizer = start(OURS, ADAM, 0)
+    names = OURS.api
+    model, optimizer = OURS.start(ADAM, 0)
     train(model, optimizer, rank, range(2))
     full = names.FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
     plain = build()
     plain_optimizer = OPTIMIZERS["adam"](plain.parameters())
 
-    def rekeyed(state: Any, kind: str, engine: str = OURS, **by: Any) -> dict[str, Any]:
-        kinds = api(engine).OptimStateKeyType
+    def rekeyed(state: Any, kind: str, engine: Engine = OURS, **by: Any) -> dict[str, Any]:
+        kinds = engine.api.OptimStateKeyType
         by = by or {"optim": plain_optimizer}
-        return api(engine).FSDP.rekey_optim_state_dict(state, kinds[kind], plain, **by)
+        return engine.api.FSDP.rekey_optim_state_dict(state, kinds[kind], plain, **by)
 
     plain_optimizer.load_state_dict(rekeyed(full, "PARAM_ID"))
     assert torch.equal(plain_optimizer.state[plain.inp.weight]["exp_avg"], full["state"]["inp.weight"]["exp_avg"])
@@ -120,8 +117,8 @@ def test_rekey_optim_state_dict(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_rank0_only_and_disagreement(rank: int, world_size: int) -> None:
-    names = api(OURS)
-    model, optimizer = start(OURS, ADAM, 0)
+    names = OURS.api
+    model, optimizer = OURS.start(ADAM, 0)
     train(model, optimizer, rank, range(2))
     config = names.FullOptimStateDictConfig(rank0_only=True)
     with names.FSDP.state_dict_type(
@@ -142,8 +139,8 @@ def test_rank0_only_and_disagreement(rank: int, world_size: int) -> None:
 @on_ranks(2)
 def test_parameters_without_state(rank: int, world_size: int, use_orig_params: bool) -> None:
     """A flat parameter has state as a whole: zeros for the parameters without state."""
-    names = api(OURS)
-    model, optimizer = start(OURS, replace(ADAM, use_orig_params=use_orig_params), 0)
+    names = OURS.api
+    model, optimizer = OURS.start(replace(ADAM, use_orig_params=use_orig_params), 0)
     train(model, optimizer, rank, range(2))
     for name, parameter in named_parameters(model):
         if name in ("inp.bias", "blocks.1.up.weight", "blocks.1.up.bias", "blocks.1.down.weight", "blocks.1.down.bias"):
@@ -189,12 +186,12 @@ def whole_value(value: torch.Tensor) -> torch.Tensor:
 
 def factored(rank: int, world_size: int, use_orig_params: bool, kind: str) -> dict[str, Any]:
     """State of another shape than its parameter is whole in every state dict, and is loaded as it was."""
-    names = api(OURS)
+    names = OURS.api
     setting = Setting(use_orig_params=use_orig_params)
-    model = wrap(OURS, setting)
+    model = OURS.wrapped(setting)
     optimizer = Factored(model.parameters())
     train(model, optimizer, rank, range(2))
-    weights = whole_state(OURS, model)
+    weights = OURS.state(model)
     with names.FSDP.state_dict_type(model, names.StateDictType[f"{kind}_STATE_DICT"]):
         state = names.FSDP.optim_state_dict(model, optimizer)
     full = names.FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
@@ -203,7 +200,7 @@ def factored(rank: int, world_size: int, use_orig_params: bool, kind: str) -> di
     # Of the last layer, one row of five, the column has the shape of the parameter, but is not cut like it.
     assert tuple(full["state"]["out.weight"]["col_var"].shape) == (1, 5)
     losses = train(model, optimizer, rank, range(2, 4))
-    again = wrap(OURS, setting, build(1))
+    again = OURS.wrapped(setting, build(1))
     again.load_state_dict(weights)
     loaded = Factored(again.parameters())
     with names.FSDP.state_dict_type(again, names.StateDictType[f"{kind}_STATE_DICT"]):

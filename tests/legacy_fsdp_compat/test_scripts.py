@@ -1,4 +1,4 @@
-"""Things that FSDP1 scripts do and stock lets them do: the same numbers, names and types as with stock."""
+"""Training, and things that FSDP1 scripts do and stock lets them do: the same numbers, names and types."""
 
 import copy
 from typing import Any
@@ -18,16 +18,12 @@ from tests.legacy_fsdp_compat.both import (
     TOLERANCE,
     Block,
     Setting,
-    api,
     assert_same_tensors,
     backward_alone,
     batch,
     build,
     loss_of,
     train,
-    whole_gradients,
-    whole_state,
-    wrap,
 )
 from tests.support import on_ranks
 
@@ -46,15 +42,15 @@ def test_optimizer_that_has_stepped_before_the_model_was_wrapped(rank: int, worl
         model(batch(0, 9)[0]).sum().backward()
         its.step()
         its.zero_grad()
-    model = wrap(OURS, Setting(), original)
-    state = copy.deepcopy(api(OURS).FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)["state"])
+    model = OURS.wrapped(Setting(), original)
+    state = copy.deepcopy(OURS.api.FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)["state"])
     train(model, optimizer, rank, range(2))
     for step in range(2):
         expected.zero_grad()
         backward_alone(alone, world_size, step)
         expected.step()
     names = [name for name, _ in alone.named_parameters()]
-    seen = whole_state(OURS, model)
+    seen = OURS.state(model)
     assert_same_tensors(dict(alone.named_parameters()), {name: seen[name] for name in names}, **TOLERANCE)
     assert list(state) == names
 
@@ -63,8 +59,8 @@ def test_optimizer_that_has_stepped_before_the_model_was_wrapped(rank: int, worl
 @on_ranks(2)
 def test_optimizer_that_goes_by_names(rank: int, world_size: int, in_groups: bool) -> None:
     """Its keys are the names of `named_parameters()`. Stock's own conversion raises KeyError for them."""
-    fsdp, kinds = api(OURS).FSDP, api(OURS).StateDictType
-    model = wrap(OURS, Setting())
+    fsdp, kinds = OURS.api.FSDP, OURS.api.StateDictType
+    model = OURS.wrapped(Setting())
     groups = [{"params": list(model.parameters())}] if in_groups else None
     optimizer = _NamedOptimizer(model.named_parameters(), torch.optim.Adam, groups, module=model, lr=0.05)
     plain = torch.optim.Adam(model.parameters(), lr=0.05)
@@ -93,7 +89,7 @@ def test_optimizer_that_goes_by_names(rank: int, world_size: int, in_groups: boo
 @on_ranks(1)
 def test_scaled_losses_keep_their_dtype(rank: int, world_size: int) -> None:
     seen = []
-    for kind in (sharded_grad_scaler.ShardedGradScaler, api(OURS).ShardedGradScaler):
+    for kind in (sharded_grad_scaler.ShardedGradScaler, OURS.api.ShardedGradScaler):
         scaler = kind("cpu", 4.0)
         half, other = torch.tensor(1.5, dtype=torch.float16), torch.ones(2, dtype=torch.bfloat16)
         scaled = [scaler.scale(half), *scaler.scale([half, other]), *scaler.scale((torch.tensor(2.0),))]
@@ -112,7 +108,7 @@ def test_scaled_losses_keep_their_dtype(rank: int, world_size: int) -> None:
 def test_units_that_were_used_before(rank: int, world_size: int) -> None:
     """These calls do not make a unit a root: a module may still be wrapped around it."""
     for use in ("summon_full_params", "state_dict", "apply", "optim_state_dict"):
-        fsdp = api(OURS).FSDP
+        fsdp = OURS.api.FSDP
         model = build()
         unit = model.blocks[0] = fsdp(model.blocks[0], use_orig_params=True, device_id=CPU)
         if use == "summon_full_params":
@@ -133,7 +129,7 @@ def test_units_that_were_used_before(rank: int, world_size: int) -> None:
 
 @on_ranks(1)
 def test_deepcopy_is_refused(rank: int, world_size: int) -> None:
-    model = wrap(OURS, Setting())
+    model = OURS.wrapped(Setting())
     with pytest.raises(RuntimeError, match="cannot be deep-copied"):
         copy.deepcopy(model)
 
@@ -159,8 +155,8 @@ def test_nested_inputs_and_groups_of_parameters(rank: int, world_size: int) -> N
     seen = {}
     for engine in (STOCK, OURS):
         torch.manual_seed(0)
-        policy = api(engine).ModuleWrapPolicy({Block})
-        model = wrap(engine, Setting(), Nested(), auto_wrap_policy=policy, backward_prefetch=None)
+        policy = engine.api.ModuleWrapPolicy({Block})
+        model = engine.wrapped(Setting(), Nested(), auto_wrap_policy=policy, backward_prefetch=None)
         named = dict(model.named_parameters())
         optimizer = torch.optim.AdamW(
             [
@@ -177,25 +173,25 @@ def test_nested_inputs_and_groups_of_parameters(rank: int, world_size: int) -> N
             gradients.append(torch.zeros_like(x) if x.grad is None else x.grad.clone())
             optimizer.step()
             optimizer.zero_grad()
-        seen[engine] = {"gradients": torch.stack(gradients), **whole_state(engine, model)}
+        seen[engine] = {"gradients": torch.stack(gradients), **engine.state(model)}
     assert_same_tensors(seen[STOCK], seen[OURS], **TOLERANCE)
 
 
 @on_ranks(2)
 def test_loading_into_another_wrapping(rank: int, world_size: int) -> None:
     """Full states go from any wrapping into any other, with a frozen parameter among them."""
-    names = api(OURS)
+    names = OURS.api
     frozen = build()
     frozen.blocks[1].up.weight.requires_grad_(False)
-    model = wrap(OURS, Setting(), frozen)
+    model = OURS.wrapped(Setting(), frozen)
     optimizer = OPTIMIZERS["adam"](model.parameters())
     train(model, optimizer, rank, range(2))
-    state, optim = whole_state(OURS, model), names.FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
+    state, optim = OURS.state(model), names.FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
     expected = train(model, optimizer, rank, range(2, 4))
     for setting in (Setting(policy=False), Setting("NO_SHARD"), Setting("SHARD_GRAD_OP", policy=False)):
         other = build(1)
         other.blocks[1].up.weight.requires_grad_(False)
-        other = wrap(OURS, setting, other)
+        other = OURS.wrapped(setting, other)
         its_optimizer = OPTIMIZERS["adam"](other.parameters())
         other.load_state_dict(state)
         its_optimizer.load_state_dict(names.FSDP.optim_state_dict_to_load(other, its_optimizer, optim))
@@ -207,9 +203,9 @@ def test_mixed_state_dict_types(rank: int, world_size: int) -> None:
     """Types of parts, contexts inside contexts: the same kinds of values as stock's, and the same settings after."""
     seen = {}
     for engine in (STOCK, OURS):
-        names = api(engine)
+        names = engine.api
         fsdp, kinds = names.FSDP, names.StateDictType
-        model = wrap(engine, Setting())
+        model = engine.wrapped(Setting())
         with fsdp.state_dict_type(model, kinds.SHARDED_STATE_DICT):
             outer = {name: type(value).__name__ for name, value in model.state_dict().items()}
             with fsdp.state_dict_type(model, kinds.LOCAL_STATE_DICT):
@@ -231,12 +227,46 @@ def test_mixed_state_dict_types(rank: int, world_size: int) -> None:
 def test_clipping_of_replicated_gradients(rank: int, world_size: int) -> None:
     norms = {}
     for engine in (STOCK, OURS):
-        model = wrap(engine, Setting("NO_SHARD"))
+        model = engine.wrapped(Setting("NO_SHARD"))
         loss_of(model, rank, 0).backward()
-        norms[engine] = {"norm": model.clip_grad_norm_(0.1), **whole_gradients(engine, model)}
+        norms[engine] = {"norm": model.clip_grad_norm_(0.1), **engine.gradients(model)}
     assert_same_tensors(norms[STOCK], norms[OURS], **TOLERANCE)
     pairs = [dist.new_group([one]) for one in range(world_size)]
     groups = (dist.group.WORLD, pairs[rank])
-    model = wrap(OURS, Setting("HYBRID_SHARD"), process_group=groups)
+    model = OURS.wrapped(Setting("HYBRID_SHARD"), process_group=groups)
     loss_of(model, rank, 0).backward()
     torch.testing.assert_close(model.clip_grad_norm_(0.1), norms[STOCK]["norm"], **TOLERANCE)
+
+
+# Any two of the four factors meet in every way; one rank, and four, of which some have empty shards.
+SETTINGS = [
+    (Setting("FULL_SHARD", True, "adamw"), 2),
+    (Setting("FULL_SHARD", False, "sgd"), 3),
+    (Setting("SHARD_GRAD_OP", True, "sgd"), 3),
+    (Setting("SHARD_GRAD_OP", False, "adamw"), 2),
+    (Setting("NO_SHARD", True, "sgd"), 2),
+    (Setting("NO_SHARD", False, "adamw"), 3),
+    (Setting(optimizer="momentum"), 1),
+    (Setting(optimizer="momentum"), 4),
+]
+
+
+def label(one: object) -> str:
+    return f"{one.strategy}-{one.use_orig_params}-{one.optimizer}" if isinstance(one, Setting) else str(one)
+
+
+@pytest.mark.parametrize(("setting", "world_size"), SETTINGS, ids=label)
+@on_ranks()
+def test_training_is_that_of_stock(rank: int, world_size: int, setting: Setting) -> None:
+    runs = {}
+    for engine in (STOCK, OURS):
+        model = engine.wrapped(setting)
+        optimizer = OPTIMIZERS[setting.optimizer](model.parameters())
+        losses = train(model, optimizer, rank, range(setting.steps))
+        loss_of(model, rank, 99).backward()
+        gradients = engine.gradients(model) if setting.use_orig_params else None
+        runs[engine] = (losses, engine.state(model), gradients)
+    torch.testing.assert_close(runs[OURS][0], runs[STOCK][0], **TOLERANCE)
+    assert_same_tensors(runs[STOCK][1], runs[OURS][1], **TOLERANCE)
+    if setting.use_orig_params:
+        assert_same_tensors(runs[STOCK][2], runs[OURS][2], **TOLERANCE)
