@@ -1,6 +1,7 @@
-"""The badges of the README agree with the packages. They are typed by hand: their service only draws them."""
+"""The badges of the README agree with the packages, its chart with the saved results. Badges are typed by hand."""
 
 import re
+import runpy
 from urllib.parse import unquote
 
 from tests.packaging.workspace import ROOT, packages
@@ -41,3 +42,9 @@ def test_torch_is_the_range_of_core():
 def test_license_is_that_of_every_package():
     assert {one["license"] for one in PROJECTS.values()} == {_badges()["license"]}
     assert (ROOT / "LICENSE").read_text().startswith("BSD 3-Clause License\n")
+
+
+def test_the_chart_is_drawn_from_the_saved_results():
+    chart = runpy.run_path(str(ROOT / "website" / "benchmark_chart.py"))
+    drawn = chart["draw"](chart["read"]())
+    assert chart["CHART"].read_text() == drawn, "run `python website/benchmark_chart.py`"

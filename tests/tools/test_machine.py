@@ -1,4 +1,4 @@
-"""Descriptions of machines: presets, JSON, and the errors for missing values."""
+"""Descriptions of machines: presets, JSON, the errors for missing values, and this machine's own."""
 
 import json
 from pathlib import Path
@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from shardkit.tools.calibration import calibrate
 from shardkit.tools.machine import Machine, MachineError, load_machine, preset, presets
 
 
@@ -73,3 +74,19 @@ def test_a_machine_of_one_host_has_no_link_to_others():
     assert machine.link(1) == machine.inside
     with pytest.raises(MachineError, match="no link between hosts"):
         machine.link(2)
+
+
+@pytest.fixture(scope="module")
+def machine() -> Machine:
+    return calibrate(2, "cpu")
+
+
+def test_a_calibrated_machine_is_a_complete_description(machine: Machine, tmp_path: Path):
+    path = tmp_path / "this.json"
+    path.write_text(json.dumps(machine.to_json()))
+    assert load_machine(path) == machine
+    assert machine.ranks_per_host == 2
+    assert machine.transport == "shared"
+    assert machine.memory_bandwidth > 1e8 and machine.flops["float32"] > 1e8
+    assert 0 < machine.inside.latency < 1 and 0 < machine.operator_seconds < 1e-2
+    assert machine.process_bytes > 50 * 2**20

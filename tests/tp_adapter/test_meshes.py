@@ -1,4 +1,4 @@
-"""Meshes: dp_mesh_dims on the full mesh as stock has it, and expert parallelism on a mesh of its own."""
+"""Meshes: dp_mesh_dims on the full mesh as stock has it, expert parallelism, and what owners and blocks may hold."""
 
 from typing import Any
 
@@ -7,9 +7,10 @@ import torch
 import torch.distributed.fsdp as stock
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import shardkit.core as shardkit
-from shardkit.core import Blocks
+from shardkit.core import Blocks, Owned, fully_shard, placements_for
 from tests.support import on_ranks, rank_mesh
 from tests.support.models import Composed
 from tests.support.parity import sum_in_rank_order
@@ -145,3 +146,22 @@ def test_two_model_axes_and_a_scalar(rank: int, world_size: int) -> None:
                 assert_close(
                     parameter.grad, dict(expected.named_parameters())[name].grad, f"{shape} {placements} {name}"
                 )
+
+
+@on_ranks(4)
+def test_what_would_take_a_part_for_the_whole_is_refused(rank: int, world_size: int) -> None:
+    mesh = rank_mesh((2, 2), ("dp", "tp"))
+    model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(use_local_output=False)})
+    for placement in (Owned(), Blocks(rows=2), Blocks(elements=32)):
+        with pytest.raises(
+            NotImplementedError, match=r"parameter '0.weight' of shape.*cannot cut it.*Use Shard\(dim\)"
+        ):
+            fully_shard(model, mesh=mesh["dp"], shard_placement_fn=lambda parameter, at=placement: at)
+    for kind in (
+        torch.optim.Muon,
+        type("AdamW8bit", (torch.optim.AdamW,), {}),
+        type("LAMB8bit", (torch.optim.SGD,), {}),
+    ):
+        choose = placements_for(model, kind)
+        assert choose(model[0].weight) is None and choose(model[1].weight) is not None

@@ -1,18 +1,24 @@
-"""The arithmetic of two parallelisms on one dim, against torch.chunk applied twice, and against stock."""
+"""Two parallelisms on one dim: the arithmetic against torch.chunk twice, and `full_tensor()` of parameters."""
 
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed.tensor import Replicate, Shard
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from shardkit.core import fully_shard
 from shardkit.core.parameters.region import region_at
 from shardkit.tp_adapter.placing import Axis, order_of_cuts, region_held, torch_reads_truly
 from shardkit.tp_adapter.torch_compat import FALLS_BACK
+from tests.support import on_ranks
+from tests.support.models import Composed
+from tests.tp_adapter.models import axes
 
 SIZES = st.sampled_from([1, 2, 3, 4, 8])
 
@@ -77,3 +83,37 @@ def test_placements_say_what_ranks_hold(layout):
 )
 def test_what_torch_reads_truly(length, sizes, placements, truly):
     assert torch_reads_truly((length,), sizes, placements) == truly
+
+
+MESHES = {2: [(2, 1), (1, 2)], 3: [(3, 1), (1, 3)], 4: [(2, 2), (1, 2, 2), (2, 1, 2)]}
+SHAPES = [(1,), (3,), (9,), (8, 3), (1, 6), (5, 7), (0, 3), (2, 4, 3)]
+
+
+def multiplied(model: Any, x: float) -> torch.Tensor:
+    return (getattr(model.weight, "to_local", lambda: model.weight)() * x).sum()
+
+
+@pytest.mark.daily(world_size=[3])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@on_ranks(timeout=300.0)
+def test_every_cut(rank: int, world_size: int) -> None:
+    """Shard, compare the rank's part, gather, compare; then the same with forward, backward and the gradient."""
+    for mesh_shape, shape in itertools.product(MESHES[world_size], SHAPES):
+        data, tensor = axes(mesh_shape)
+        whole = torch.arange(math.prod(shape), dtype=torch.float32).view(shape)
+        tp_placements = [Replicate(), *(Shard(dim) for dim in range(len(shape)))]
+        for placement, dim in itertools.product(tp_placements, range(len(shape))):
+            weight = nn.Parameter(distribute_tensor(whole, tensor, [placement]))
+            holder: Any = Composed(multiplied, weight=weight)
+            local = holder.weight.to_local().clone()
+            fully_shard(holder, mesh=data, shard_placement_fn=lambda _, dim=dim: Shard(dim))
+            what = f"{shape} {placement} cut on {dim} over {mesh_shape}"
+            sharded = holder.weight
+            chunks = local.chunk(data.size(-1), dim)
+            mine = data.get_local_rank(data.ndim - 1)
+            expected = chunks[mine] if mine < len(chunks) else local.narrow(dim, 0, 0)
+            assert torch.equal(sharded.to_local().reshape(-1), expected.reshape(-1)), what
+            assert torch.equal(sharded.detach().full_tensor(), whole), what
+            holder(2.0).backward()
+            assert torch.equal(holder.weight.grad.full_tensor(), torch.full_like(whole, 2.0)), what
+            assert holder.weight.grad.placements == sharded.placements, what
