@@ -12,6 +12,7 @@ from torch.distributed.tensor import Shard
 from shardkit.core import CompressionPolicy, MixedPrecisionPolicy, events, fully_shard
 from shardkit.core.runtime.collective import C10dTransport
 from shardkit.core.runtime.compressed import wire
+from shardkit.core.runtime.compressed.transport import CompressedTransport
 from shardkit.core.runtime.compressed.wire import format_of
 from shardkit.core.runtime.sharding import ChunkLayout
 from tests.core.runtime.cases import (
@@ -43,7 +44,7 @@ KINDS = ("c10d_packed", "c10d_direct")
 
 
 def _over(kind: str, policy: CompressionPolicy) -> Any:
-    return C10dTransport(dist.group.WORLD, CPU, direct=kind == "c10d_direct").compressing(policy)
+    return CompressedTransport(C10dTransport(dist.group.WORLD, CPU, direct=kind == "c10d_direct"), policy)
 
 
 def rounded(values: Tensor, kind: str | None, policy: CompressionPolicy, dtype: torch.dtype, ndim: int) -> Tensor:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from shardkit.core import CompressionPolicy
 from shardkit.core.events import StorageKind
 from shardkit.core.runtime.collective import C10dTransport
+from shardkit.core.runtime.compressed.transport import CompressedTransport
 from tests.core.runtime.cases import CASES, CPU, F32, chunk_of, flats_for, gather_plan, reduce_plan, run_reduce, whole
 from tests.support import on_ranks
 
@@ -54,7 +55,7 @@ def _sends(garbage: int, direct: bool, policy: CompressionPolicy | None) -> dict
     sent = {}
     for name, case in CASES.items():
         over = _Noting(garbage, direct=direct)
-        transport = over if policy is None else over.compressing(policy)
+        transport = over if policy is None else CompressedTransport(over, policy)
         plan = gather_plan(case, transport)
         full = [whole(shape, dtype, i) for i, (shape, dtype) in enumerate(zip(case.shapes, case.dtypes, strict=True))]
         sources = [chunk_of(one, item.layout, plan.rank) for one, item in zip(full, plan.items, strict=True)]

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from shardkit.core import torch_compat
 from shardkit.core.policies import AllGather, CompressionPolicy, ReduceScatter
 from shardkit.core.runtime.collective import C10dTransport
+from shardkit.core.runtime.compressed.transport import CompressedTransport
 from shardkit.core.runtime.custom import CustomTransport
 from shardkit.core.runtime.memory import RegisteredMemory, require_memory
 from shardkit.core.runtime.plan import Transport
@@ -112,10 +113,10 @@ class Communication:
                 f"{label}: set-up failed (meeting the other ranks of its group): {error}; "
                 "check that every rank runs this forward"
             ) from error
-        if self.compression is not None and self.compression.gather is not None:
-            gather = gather.compressing(self.compression)
-        if self.compression is not None and self.compression.reduce is not None:
-            reduce = reduce.compressing(self.compression)
+        if self.compression is not None and self.compression.gather is not None and gather.collective:
+            gather = CompressedTransport(gather, self.compression)
+        if self.compression is not None and self.compression.reduce is not None and reduce.collective:
+            reduce = CompressedTransport(reduce, self.compression)
         return Transports(gather, reduce)
 
 

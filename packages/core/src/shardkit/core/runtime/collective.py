@@ -12,12 +12,10 @@ import torch
 import torch.distributed as dist
 
 from shardkit.core import events, torch_compat
-from shardkit.core.policies import CompressionPolicy
-from shardkit.core.runtime.compressed.transport import CompressedTransport
 from shardkit.core.runtime.lanes import Program, Reduction, hold, note_sources_read
 from shardkit.core.runtime.memory import RegisteredMemory
 from shardkit.core.runtime.packing import as_dtype, shaped
-from shardkit.core.runtime.plan import GatherPlan, Mean, NetworkTransport, ReducePlan, Transport, reported
+from shardkit.core.runtime.plan import GatherPlan, Mean, ReducePlan, Transport, reported
 from shardkit.core.runtime.storage import note_allocated, note_freed
 from shardkit.core.torch_compat import foreach_copy_, foreach_zero_
 
@@ -25,7 +23,7 @@ from shardkit.core.torch_compat import foreach_copy_, foreach_zero_
 PLAIN_DTYPES = {torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.int32, torch.int64}
 
 
-class C10dTransport(NetworkTransport):
+class C10dTransport(Transport):
     """All-gather and reduce-scatter of flat buffers with equal, padded slots.
 
     With `direct` (a backend that coalesces, NCCL) a list of buffers runs in place in one launch. Without it each call
@@ -50,9 +48,6 @@ class C10dTransport(NetworkTransport):
 
     def registered_memory(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext() if self._memory is None else self._memory.active()
-
-    def compressing(self, policy: CompressionPolicy) -> Transport:
-        return CompressedTransport(self, policy)
 
     def gather(self, plan: GatherPlan, sources: Sequence[torch.Tensor], flats: Sequence[torch.Tensor]) -> Program:
         packed = None
@@ -85,6 +80,7 @@ class C10dTransport(NetworkTransport):
                     note_freed(packed, plan.label, "packed")
 
     def all_gather(self, buffers: Sequence[torch.Tensor]) -> Sequence[dist.Work | None]:
+        """Fills every rank's slot of each 1-D buffer from that rank's own slot, in place (collective)."""
         outputs = list(buffers)
         dtypes = {output.dtype for output in outputs}
         if len(dtypes) > 1 or not dtypes <= PLAIN_DTYPES:
@@ -99,6 +95,10 @@ class C10dTransport(NetworkTransport):
     def exchange(
         self, outgoing: torch.Tensor, sent: Sequence[int], incoming: torch.Tensor, received: Sequence[int]
     ) -> Sequence[dist.Work | None]:
+        """Sends part `r` of `outgoing` to each rank `r`, and receives part `r` of `incoming` from there (collective).
+
+        Both are 1-D tensors of bytes; `sent` and `received` are the sizes of the parts. Those of this rank are empty.
+        """
         sizes = list(received), list(sent)
         return (dist.all_to_all_single(incoming, outgoing, *sizes, group=self.group, async_op=self._async),)
 

@@ -31,9 +31,9 @@ _SMALL = 1 << 18
 class Block(NamedTuple):
     """The chunks of `item` on consecutive ranks from `first` on: equal in shape and not empty.
 
-    `size` is (ranks, *shape of a chunk). In the buffer the first chunk starts at element `at`, with strides `stride`;
-    in the dense whole tensor at `whole_at`, with `whole_stride`. All are in elements of the item's dtype. On the cut
-    dim, `dim`, the first chunk begins at index `begin`.
+    `size` is (ranks, *shape of a chunk). In the buffer the first chunk starts at element `at`, with strides `stride`,
+    in elements of the item's dtype. In the whole tensor it begins at index `begin` of dim `dim`; a dense one has the
+    strides `dense`.
     """
 
     item: int
@@ -41,10 +41,14 @@ class Block(NamedTuple):
     size: tuple[int, ...]
     stride: tuple[int, ...]
     at: int
-    whole_stride: tuple[int, ...]
-    whole_at: int
+    dense: tuple[int, ...]
     dim: int
     begin: int
+
+    def of_whole(self, whole: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+        """The chunks in a whole tensor with strides `stride`, as a view of `size`."""
+        step = stride[self.dim]
+        return strided(whole, self.size, (self.size[1 + self.dim] * step, *stride), self.begin * step)
 
 
 class Gap(NamedTuple):
@@ -114,16 +118,9 @@ class Packing:
             else:
                 chunk_cat(packed, 0, self.world_size, out=rows)
             return
-        targets: list[torch.Tensor] = []
-        chunks: list[torch.Tensor] = []
-        for block in self.blocks:
-            whole = wholes[block.item]
-            stride = whole.stride()
-            step = stride[block.dim]
-            targets.append(strided(buffer, block.size, block.stride, block.at))
-            chunks.append(
-                strided(whole, block.size, (block.size[1 + block.dim] * step, *stride), block.begin * step),
-            )
+        targets = [strided(buffer, block.size, block.stride, block.at) for block in self.blocks]
+        packed = [wholes[block.item] for block in self.blocks]
+        chunks = [block.of_whole(whole, whole.stride()) for block, whole in zip(self.blocks, packed, strict=True)]
         foreach_copy_(targets, chunks)
         if self.gaps:
             foreach_zero_([strided(buffer, *gap) for gap in self.gaps])
@@ -138,13 +135,11 @@ class Packing:
             out = [flats[item].view(rows.shape[0], -1) for item, _ in self.columns]
             torch.split_with_sizes_copy(rows, [size for _, size in self.columns], 1, out=out)
             return
-        targets: list[torch.Tensor] = []
-        chunks: list[torch.Tensor] = []
-        for block in self.blocks:
-            flat = flats[block.item]
-            targets.append(strided(flat, block.size, block.whole_stride, block.whole_at))
-            chunks.append(strided(as_dtype(buffer, flat.dtype), block.size, block.stride, block.at))
-        foreach_copy_(targets, chunks)
+        items = [as_dtype(buffer, flats[block.item].dtype) for block in self.blocks]
+        chunks = [
+            strided(item, block.size, block.stride, block.at) for item, block in zip(items, self.blocks, strict=True)
+        ]
+        foreach_copy_([block.of_whole(flats[block.item], block.dense) for block in self.blocks], chunks)
 
     def _as_matrix(self, buffer: torch.Tensor) -> bool:
         """Whether torch's operators for columns apply, and are the fastest way.
@@ -218,16 +213,14 @@ def pack(
 
 def _block(layout: ChunkLayout, item: int, width: int, first: int, count: int, row: int, at: int) -> Block:
     """The block of an item whose elements are `width` of the buffer's, in rows `row` elements apart."""
-    shape, dense = layout.local_shape(first), dense_strides(layout.shape)
-    step = dense[layout.dim]
+    shape = layout.local_shape(first)
     return Block(
         item,
         first,
         size=(count, *shape),
         stride=(row // width, *dense_strides(shape)),
         at=at // width,
-        whole_stride=(layout.chunk * step, *dense),
-        whole_at=layout.offset(first) * step,
+        dense=dense_strides(layout.shape),
         dim=layout.dim,
         begin=layout.offset(first),
     )

@@ -25,7 +25,6 @@ import torch.distributed as dist
 
 from shardkit.core import events
 from shardkit.core.events import StorageKind
-from shardkit.core.policies import CompressionPolicy
 from shardkit.core.runtime.lanes import Program, Reduction
 from shardkit.core.runtime.packing import Packing, Place, pack, shaped
 from shardkit.core.runtime.sharding import ChunkLayout, runs_together
@@ -175,32 +174,11 @@ class Transport(ABC):
         """The best transport for gradients that would be sent in `wire_dtype` and are summed in `reduce_dtype`."""
         return self
 
-    def compressing(self, policy: CompressionPolicy) -> Transport:
-        """This transport with the rounding of `policy`; itself if it sends nothing over a network."""
-        return self
-
     def wait_until_read(self) -> None:  # noqa: B027 - on a network nobody reads them
         """Waits until no peer reads this rank's shards in an operation that is over for this rank.
 
         Raises:
             RuntimeError: if a peer is gone, or does not come; has the name of the group that it was to read.
-        """
-
-
-class NetworkTransport(Transport):
-    """A transport whose bytes cross a network, in flat buffers with a slot of one size for each rank."""
-
-    @abstractmethod
-    def all_gather(self, buffers: Sequence[torch.Tensor]) -> Sequence[dist.Work | None]:
-        """Fills every rank's slot of each 1-D buffer from that rank's own slot, in place (collective)."""
-
-    @abstractmethod
-    def exchange(
-        self, outgoing: torch.Tensor, sent: Sequence[int], incoming: torch.Tensor, received: Sequence[int]
-    ) -> Sequence[dist.Work | None]:
-        """Sends part `r` of `outgoing` to each rank `r`, and receives part `r` of `incoming` from there (collective).
-
-        Both are 1-D tensors of bytes; `sent` and `received` are the sizes of the parts. Those of this rank are empty.
         """
 
 
@@ -436,7 +414,7 @@ def plan_reduce(
     direct = tuple(i for i, layout in enumerate(layouts) if _reduces_direct(layout, wire_dtype, as_is, transport))
     packed = tuple(sorted({*range(len(items))} - {*direct}))
     packing = pack(layouts, packed, (1,) * len(items), aligned=False) if packed else None
-    sizes, places = _output_order(layouts, direct, packed, packing, rank, padded=transport.collective)
+    sizes, places = _output_order(layouts, direct, packing, rank, padded=transport.collective)
     return ReducePlan(
         items=tuple(items),
         transport=transport,
@@ -479,26 +457,17 @@ def _reduces_direct(layout: ChunkLayout, wire_dtype: torch.dtype, as_is: bool, t
 
 
 def _output_order(
-    layouts: Sequence[ChunkLayout],
-    direct: Sequence[int],
-    packed: Sequence[int],
-    packing: Packing | None,
-    rank: int,
-    *,
-    padded: bool,
+    layouts: Sequence[ChunkLayout], direct: Sequence[int], packing: Packing | None, rank: int, *, padded: bool
 ) -> tuple[tuple[int, ...], tuple[tuple[int, tuple[int, ...]], ...]]:
     """Sizes of the output's consecutive pieces, and for each item the index and shape of its piece."""
-    sizes: list[int] = []
-    places: dict[int, tuple[int, tuple[int, ...]]] = {}
-    ragged = packing is not None and packing.ragged
-    for i in (*direct, *packed):
-        layout = layouts[i]
-        shape = layout.local_shape(rank)
-        used = math.prod(shape)
-        places[i] = (len(sizes), shape)
-        sizes.append(used)
-        if padded and layout.padded_local_numel > used and not (ragged and i in packed):
-            sizes.append(layout.padded_local_numel - used)
-    if packing is not None and ragged:
-        sizes.append(packing.row_numel - sum(layouts[i].local_numel(rank) for i in packed))
-    return tuple(sizes), tuple(places[i] for i in range(len(layouts)))
+    sizes = [0]  # the first piece is that of items without elements
+    places = [0] * len(layouts)
+    for i in direct:
+        used = layouts[i].local_numel(rank)
+        places[i] = len(sizes)
+        sizes += [used, layouts[i].padded_local_numel - used] if padded else [used]
+    for item, numel, _ in () if packing is None else packing.row(rank):
+        if item is not None:
+            places[item] = len(sizes)
+        sizes.append(numel)
+    return tuple(sizes), tuple((places[i], layout.local_shape(rank)) for i, layout in enumerate(layouts))

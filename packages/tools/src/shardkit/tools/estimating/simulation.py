@@ -17,11 +17,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardkit.commands.users_code import users_code
-from shardkit.core import CompressionPolicy
 from shardkit.core.runtime.choice import stand_ins
-from shardkit.core.runtime.compressed.transport import CompressedTransport
 from shardkit.core.runtime.lanes import Program, Reduction
-from shardkit.core.runtime.plan import GatherPlan, Mean, NetworkTransport, ReducePlan, Transport, reported
+from shardkit.core.runtime.plan import GatherPlan, Mean, ReducePlan, Transport, reported
 from shardkit.core.runtime.shared.segment import ALIGNMENT, aligned
 from shardkit.core.runtime.storage import note_allocated, note_freed
 from shardkit.tools.estimating.job import EstimateError, TrainingJob
@@ -181,13 +179,6 @@ class SimulatedTransport(Transport):
         self._parcels[self._posted] = parcel
         self._posted += 1
 
-
-class SimulatedNetwork(SimulatedTransport, NetworkTransport):
-    """A simulated transport between ranks without shared memory; runs core's own programs for compressed rows."""
-
-    def compressing(self, policy: CompressionPolicy) -> Transport:
-        return CompressedTransport(self, policy)
-
     def all_gather(self, buffers: Sequence[torch.Tensor]) -> Sequence[dist.Work]:
         return ()
 
@@ -256,8 +247,7 @@ def simulate(
         if group not in transports:
             several = neighbourhood(group, machine.ranks_per_host).hosts > 1
             kind: Kind = "gloo" if several and machine.transport == "shared" else machine.transport
-            made = SimulatedTransport if kind == "shared" else SimulatedNetwork
-            transports[group] = made(group, device, kind, machine.ranks_per_host, observer)
+            transports[group] = SimulatedTransport(group, device, kind, machine.ranks_per_host, observer)
         return transports[group]
 
     with _fake_world(axes, rank) as mesh, fake, stand_ins(stand_in), observer:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,7 +26,6 @@ from shardkit.core.runtime.plan import (
     GatherItem,
     GatherPlan,
     Mean,
-    NetworkTransport,
     ReduceItem,
     ReducePlan,
     Transport,
@@ -76,11 +76,11 @@ class ReduceRows:
 
 
 class CompressedTransport(Transport):
-    """Sends rows through `over` for one parameter group."""
+    """Sends rows through `over`, a `C10dTransport` or what stands in for it."""
 
     name = "compressed"
 
-    def __init__(self, over: NetworkTransport, policy: CompressionPolicy) -> None:
+    def __init__(self, over: Any, policy: CompressionPolicy) -> None:
         super().__init__(over.group, over.device)
         self.policy = policy
         self._gathers: WeakKeyDictionary[GatherPlan, GatherRows] = WeakKeyDictionary()
@@ -100,7 +100,8 @@ class CompressedTransport(Transport):
         return self._over if all(form.lossless for form in formats) and not widened else self
 
     def buffer(self, numel: int, dtype: torch.dtype, label: str, kind: StorageKind) -> torch.Tensor:
-        return self._over.buffer(numel, dtype, label, kind)
+        buffer: torch.Tensor = self._over.buffer(numel, dtype, label, kind)
+        return buffer
 
     # -- gathers -------------------------------------------------------------------------------------------------------
 
