@@ -4,7 +4,6 @@
     python3 -m tests.gpu --minutes 5 --out DIR --commit HASH
     python3 -m tests.gpu --parts memory,speed
     SHARDKIT_GPU_TESTS=cpu python3 -m tests.gpu       the same checks, tiny, to see that they work
-    python3 -m tests.gpu.publish DIR           results into benchmarks/results/gpu and the pages
 
 It needs torch, numpy and nothing of this project installed. DIR gets `results.json` (written after each check, so that
 nothing is lost if the machine goes away), `table.txt`, `log.txt` with all tracebacks and stacks, `machine.json` and two

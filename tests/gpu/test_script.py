@@ -1,4 +1,4 @@
-"""The script on a CPU: all of its parts, parts that fail, hang and crash, a machine without a GPU, and publishing."""
+"""The script on a CPU: all of its parts, parts that fail, hang and crash, and a machine without a GPU."""
 
 import json
 import os
@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from tests.gpu import publish
 from tests.gpu.plan import PARTS
 from tests.support.lacking import lacking
 
@@ -80,39 +79,3 @@ def test_a_machine_without_a_gpu() -> None:
     done = _run("--minutes", "1", CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 2
     assert "there is no GPU on this machine" in done.stdout and done.stdout.count("\n") == 1
-
-
-def _published(gpu: str | None) -> dict[str, Any]:
-    facts = {"gpu": gpu, "torch": "2.11.0", "nccl": "2.28.9", "commit": "0123abc", "date": "2026-01-02"}
-    row = {"part": "speed", "job": "one rank", "check": "deep", "state": "ok", "note": "", "seconds": 1.0}
-    figures = {"stock": {"ms": 20.0, "host_ms": 18.0}, "ours": {"ms": 10.0, "host_ms": 9.0}, "world": 1}
-    return {
-        "facts": facts,
-        "rows": [{**row, "figures": figures}, {**row, "part": "right", "state": "hung", "figures": None}],
-    }
-
-
-def test_results_are_published_between_the_marks(tmp_path: Path) -> None:
-    pages = [tmp_path / page for page in publish._PAGES]
-    for page in pages:
-        page.parent.mkdir(parents=True, exist_ok=True)
-        page.write_text(f"before\n{publish.BEGIN}\nnothing yet\n{publish.END}\nafter\n")
-    for number in range(2):  # a second time replaces the first
-        (tmp_path / "results.json").write_text(json.dumps(_published("NVIDIA H100 80GB HBM3")))
-        path = publish.publish(tmp_path, tmp_path)
-        assert path.name == "nvidia-h100-80gb-hbm3.json", number
-    for page in pages:
-        text = page.read_text()
-        assert text.startswith("before\n") and text.endswith("\nafter\n") and "nothing yet" not in text
-        assert text.count("| deep, one rank: ms a step | 20 | 10 | 0.50 |") == 1
-        assert "1 checks held, 1 did not (right: one rank, deep)" in text
-    (tmp_path / "results.json").write_text(json.dumps(_published(None)))
-    with pytest.raises(SystemExit, match="without a GPU"):
-        publish.publish(tmp_path, tmp_path)
-
-
-@pytest.mark.parametrize("page", publish._PAGES)
-def test_the_pages_have_a_place_for_results(page: str) -> None:
-    text = (ROOT / page).read_text()
-    assert text.count(publish.BEGIN) == text.count(publish.END) == 1
-    assert (ROOT / publish._RESULTS).exists() or "no figure is from a gpu" in text.lower().replace("\n", " ")

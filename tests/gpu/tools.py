@@ -1,11 +1,7 @@
-"""How true the tools are: the description that calibration writes, and estimates beside measured figures.
-
-Estimates need msgspec. Where it is missing, `tests.gpu.publish` makes them from machine.json and the measured figures.
-"""
+"""How true the tools are: the description that calibration writes, and estimates beside measured figures."""
 
 import importlib.util
 import json
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,22 +22,17 @@ def machine(place: Place) -> dict[str, Any]:
 
 
 def estimates(place: Place) -> dict[str, Any]:
-    """Estimates beside the rows of the parts memory and speed so far."""
+    """Estimated and measured MiB and milliseconds for each row of the parts memory and speed so far."""
     if importlib.util.find_spec("msgspec") is None:
-        raise Skip("msgspec is not installed; python -m tests.gpu.publish makes the estimates elsewhere")
-    return compared(place.directory, limit=2 if ON_CPU else None)
-
-
-def compared(directory: Path, limit: int | None = None) -> dict[str, Any]:
-    """Estimated and measured MiB and milliseconds for each measured row in `directory`."""
+        raise Skip("msgspec is not installed")
     from shardkit.tools import load_machine
 
-    described = load_machine(directory / "machine.json")
-    rows = [row for row in json.loads((directory / "results.json").read_text())["rows"] if row["figures"]]
+    described = load_machine(place.directory / "machine.json")
+    rows = [row for row in json.loads((place.directory / "results.json").read_text())["rows"] if row["figures"]]
     found: dict[str, Any] = {}
     for row in rows:
         measured = row["figures"].get("ours")
-        if row["part"] not in ("memory", "speed") or not isinstance(measured, dict) or len(found) == limit:
+        if row["part"] not in ("memory", "speed") or not isinstance(measured, dict) or (ON_CPU and len(found) == 2):
             continue
         model, _, precision = row["check"].partition(", ")
         estimate = _estimated(model, row["figures"]["world"], precision != "fp32", described)
