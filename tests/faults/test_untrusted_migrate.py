@@ -13,7 +13,6 @@ import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -32,7 +31,7 @@ from shardkit.legacy_fsdp_compat.migrate import (
     shapes_of_file,
     wrapping_of_file,
 )
-from tests.faults.fuzzing import fuzzed, takes_at_most
+from tests.faults.fuzzing import fuzzed, takes_at_most, with_bytes, with_values
 from tests.support import run_ranks
 from tests.support.meshes import rank_mesh
 
@@ -95,16 +94,6 @@ def check(kind: str, path: Path, read: Callable[[Path], object] = read_all, *, n
 # -- changes of files --------------------------------------------------------------------------------------------------
 
 
-def with_bytes(data: bytes, generator: random.Random) -> bytes:
-    found = bytearray(data)
-    for _ in range(generator.randint(1, 4)):
-        at = generator.randrange(len(found) + 1)
-        cut = generator.choice((0, 1, 1, 4, 40))
-        new = generator.randbytes(generator.choice((cut, cut, generator.randint(0, 12))))
-        found[at : at + cut] = new
-    return bytes(found)
-
-
 def with_opcodes(data: bytes, generator: random.Random) -> bytes:
     """A pickle whose opcodes are dropped, doubled, swapped, or have other arguments."""
     places = [place for _, _, place in pickletools.genops(data)]
@@ -135,18 +124,6 @@ def with_opcodes(data: bytes, generator: random.Random) -> bytes:
             chosen = [number for number, code in enumerate(codes) if code[:1] in (b"K", b"M", b"J", b"\x88", b"\x89")]
             codes[generator.choice(chosen or [at])] = generator.choice(numbers)
     return b"".join(codes)
-
-
-def with_values(value: Any, generator: random.Random) -> Any:
-    """JSON in which one value is replaced by another."""
-    wrong: list[Any] = [None, -1, 0, 1, 2**62, 2**70, 1.5, "", "\x1b[2J", "../x", [], {}, [[]], [-1, 4], True]
-    if isinstance(value, dict) and value and generator.random() < 0.85:
-        key = generator.choice(list(value))
-        return {**value, key: with_values(value[key], generator)}
-    if isinstance(value, list) and value and generator.random() < 0.85:
-        at = generator.randrange(len(value))
-        return [*value[:at], with_values(value[at], generator), *value[at + 1 :]]
-    return generator.choice(wrong)
 
 
 def with_structure(path: Path, generator: random.Random) -> bytes:
