@@ -1,8 +1,7 @@
 """The engine on a simulated device with streams, without a GPU: a timeline, checkers of races and of captures.
 
-    python -m tests.simulation timeline [--json FILE] [--only TEXT]
-    python -m tests.simulation races [--engine stock] [--only TEXT]
-    python -m tests.simulation captures [--engine stock] [--only TEXT]
+    python -m tests.simulation [--json FILE] [--only TEXT]      the timeline
+    pytest tests/simulation                                    all of it
 
 `device.py` (with `device.cpp`, which it compiles at first use) is the device: `torch.device("sim")`, whose kernels run
 on the CPU and report which memory they access, on which stream. Stock's engine and ours run on it unchanged;
@@ -15,8 +14,7 @@ has 3 TB/s and links have 400 GB/s. `Timeline.trace` has (begin, end, stream, na
 The checker (`races.py`) keeps vector clocks; `configurations.py` has the programs that it runs, `faults.py` the faults
 that it must find. `threads.py` has the thread that overlapped steps run on, for both.
 
-`capture.py` has the rules of CUDA graphs: it captures a step, replays it and compares with eager steps. `addresses.py`
-notes where unsharded parameters lie.
+`capture.py` has the rules of CUDA graphs: it captures a step, replays it and compares with eager steps.
 """
 
 import os

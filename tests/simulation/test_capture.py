@@ -6,12 +6,15 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
+from torch.distributed.tensor import DTensor
 
 from shardkit.core.runtime.lanes import StreamLane
-from tests.simulation.addresses import addresses
 from tests.simulation.capture import MORE, NOT_CAPTURED, Captures, check_capture
-from tests.simulation.configurations import CONFIGURATIONS
-from tests.simulation.training import Scenario, started, whole_step
+from tests.simulation.configurations import CONFIGURATIONS, optimize
+from tests.simulation.device import Observer
+from tests.simulation.model import Block
+from tests.simulation.training import Scenario, started, take_steps, whole_step
 
 EVERY = {one.name: one for one in (*MORE, *CONFIGURATIONS)}
 CAPTURED = [name for name in EVERY if name not in NOT_CAPTURED]
@@ -49,9 +52,31 @@ def test_what_cannot_be_captured_is_found_out(name: str, on_device: Callable[...
     assert any(NOT_CAPTURED[name] in finding for finding in on_device(captured, name, "ours"))
 
 
-def places(name: str) -> list[Any]:
-    configuration = EVERY[name]
-    return addresses(replace(configuration, scenario=replace(configuration.scenario, steps=6)))
+class Addresses(Observer):
+    """Notes for each computation of a block its name and the addresses of the parameters that it reads."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[str, Any] = {}
+        self.seen: list[tuple[str, tuple[int, ...]]] = []
+
+    def computed(self, stream: int, cost: float, what: str) -> None:
+        weights = list(self.blocks[what.rpartition(" ")[0]].weights)
+        assert not any(isinstance(weight, DTensor) for weight in weights), what
+        self.seen.append((what, tuple(weight.data_ptr() for weight in weights)))
+
+
+def places(name: str) -> list[list[tuple[str, tuple[int, ...]]]]:
+    """Step by step, with an allocator that works as torch's caching one does."""
+    observer, steps = Addresses(), []
+    with started(replace(EVERY[name].scenario, steps=6), "ours", observer, lambda: 0.0) as run:
+        observer.blocks = {block.name: block for block in run.model.modules() if isinstance(block, Block)}
+        run.optimizer = torch.optim.SGD([one for one in run.model.parameters() if one.requires_grad], lr=0.1)
+        for _ in take_steps(run):
+            if "stepped" not in run.kept:
+                optimize(run)
+            steps.append(observer.seen)
+            observer.seen = []
+    return steps
 
 
 @pytest.mark.parametrize("name", [name for name in EVERY if name not in TAKES_TURNS])
