@@ -25,14 +25,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tests.support.comms import RankOrderReduceScatter
 from tests.support.features import FEATURES, Feature
 from tests.support.models import MODELS, ModelSpec
 from tests.support.schedules import Run, plain
 from tests.support.trace import EXACT, LOW_PRECISION, SUMMATION_ORDER, Tolerance, Trace, assert_same
-from tests.support.twins import Twins, assert_close
 
 STOCK = "torch.distributed.fsdp"
 CANDIDATE = os.environ.get("SHARDKIT_PARITY_CANDIDATE", "shardkit.core")
@@ -150,31 +149,3 @@ def _shard_blocks_then_root(model: nn.Module, api: Any, spec: ModelSpec, options
     for block in spec.blocks(model):
         api.fully_shard(block, **options)
     api.fully_shard(model, **options)
-
-
-def compare_with_single_process(rank: int, world_size: int, case: Case) -> None:
-    """Compare the candidate with one process that has the batches of all ranks: the mathematics, no oracle's bits.
-
-    In float64, for features that leave the mathematics alone (no low precision, no divide factor, plain schedule).
-    """
-    api = load_api(case.candidate)
-    twins = Twins.of(rank, world_size, lambda: build(case).double(), lambda model: shard(model, case, api, world_size))
-    for feature in case.chosen:
-        feature.prepare(twins.sharded, api, case.spec)
-    optimizers = [
-        OPTIMIZERS[case.optimizer](p for p in model.parameters() if p.requires_grad)
-        for model in (twins.sharded, twins.whole)
-    ]
-    for step in range(case.steps):
-
-        def loss(model: nn.Module, rank: int, step: int = step) -> Tensor:
-            return Run(rank, api, case.spec, model, optimizers[0], Trace()).loss(step, dtype=torch.float64)
-
-        with torch.no_grad():
-            assert_close(loss(twins.sharded, rank), loss(twins.whole, rank), f"step {step}: loss")
-        twins.backward(loss)
-        twins.check_gradients()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        twins.check_parameters()

@@ -2,9 +2,6 @@
 
 import functools
 import os
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -13,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support import RankError, RankFailure, RankTimeout, on_ranks, pool, run_ranks
-from tests.support.waiting import await_file, await_true
+from tests.support.waiting import await_file
 
 
 def whoami(rank: int, world_size: int, *args: object) -> tuple[object, ...]:
@@ -70,26 +67,6 @@ def test_results_come_in_rank_order(world_size: int) -> None:
     results = run_ranks(world_size, functools.partial(whoami), "a", 1)
     assert [(r, w, *rest) for r, w, _, *rest in results] == [(r, world_size, "a", 1) for r in range(world_size)]
     assert len({pid for _, _, pid, *_ in results} | {os.getpid()}) == world_size + 1
-
-
-@pytest.mark.slow
-def test_stopped_ranks_end_with_the_process_that_started_them() -> None:
-    """It is killed, so it cannot tell them."""
-    script = (
-        "import os, signal\n"
-        "from tests.support.test_pool import pids\n"
-        "if __name__ == '__main__':\n"
-        "    print(*pids(2), flush=True)\n"
-        "    os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    ranks = [int(pid) for pid in done.stdout.split()]
-    assert len(ranks) == 2
-    for pid in ranks:
-        await_true(lambda pid=pid: not _is_running(pid), f"rank process {pid} ends")
 
 
 def test_every_failing_rank_is_reported_first_failure_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,18 +65,3 @@ def _differences(ours: Any, expected: list[tuple[str, str, bool]]) -> list[str]:
 @pytest.mark.parametrize("version", VERSIONS)
 def test_surface(version: str) -> None:
     assert _lacking(VERSIONS[version]) == []
-
-
-def test_what_is_missing_would_be_found() -> None:
-    functions: Signatures = {
-        "fully_shard": [("module", "positional", False), ("new", "keyword", True)],
-        "FSDPModule.reshard_all": [],
-        "FSDPModule.unshard": [("self", "positional", False), ("wait", "positional", True)],
-        "MixedPrecisionPolicy": [("reduce_dtype", "positional", True)],
-    }
-    assert _lacking(functions) == [
-        "fully_shard: no parameter new",
-        "FSDPModule.reshard_all is missing",
-        "FSDPModule.unshard: no parameter wait",
-        "MixedPrecisionPolicy: reduce_dtype is not at place 0",
-    ]

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardkit.core
 from shardkit.core import CompressionPolicy, MixedPrecisionPolicy, fully_shard
-from shardkit.core.engine import gather, group, room, schedule, step
+from shardkit.core.engine import group, room, schedule, step
 from shardkit.core.parameters import param, registration
 from tests.support import on_ranks, rank_mesh, run_ranks
 from tests.support.models import Composed
@@ -213,7 +213,7 @@ def test_a_load_costs_as_much_per_module_of_a_large_group(rank: int, world_size:
     torch's own work is not counted: it filters the whole state dict for each module.
     """
     _as_rank_0_of(2)
-    ours = (step, group, gather, registration, param)
+    ours = (step, group, registration, param)
     each = []
     for modules in (20, 200):
         model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(modules)))

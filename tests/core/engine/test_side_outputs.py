@@ -38,61 +38,38 @@ def _block(keep: Callable[[Any, Tensor, Tensor], Any]) -> nn.Module:
     return Composed(run, first=first, second=second, router=router)
 
 
-def _model(keep: Callable[[Any, Tensor, Tensor], Any], take: Callable[[Any, Any], Any]) -> nn.Module:
-    """Blocks between two linear layers of the root; returns the output and the sum of the losses that blocks kept."""
-
-    def run(model: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-        GLOBALLY_KEPT.clear()
-        x, total = model.inp(x), torch.zeros(())
-        for block in model.blocks:
-            x, aux = take(block, block(x))
-            total = total + aux
-        return model.out(x), total
-
-    inp, out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-    return Composed(run, inp=inp, out=out, blocks=nn.ModuleList(_block(keep) for _ in range(5)))
-
-
-def _keep_attribute(block: Any, hidden: Tensor, aux: Tensor) -> Tensor:
-    block.aux = aux
-    return hidden
-
-
 def _keep_in_global(block: Any, hidden: Tensor, aux: Tensor) -> Tensor:
     GLOBALLY_KEPT.append(aux)
     return hidden
 
 
-def _closure(block: Any, hidden: Tensor, aux: Tensor) -> Callable[[], tuple[Tensor, Tensor]]:
-    return lambda: (hidden, aux)
+def _kept_in_global() -> nn.Module:
+    """Blocks between two linear layers of the root; returns the output and the sum of the losses that blocks kept."""
 
+    def run(model: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        GLOBALLY_KEPT.clear()
+        x = model.inp(x)
+        for block in model.blocks:
+            x = block(x)
+        return model.out(x), sum(GLOBALLY_KEPT)
 
-WAYS: dict[str, tuple[Callable[[Any, Tensor, Tensor], Any], Callable[[Any, Any], Any]]] = {
-    "attribute": (_keep_attribute, lambda block, hidden: (hidden, block.aux)),
-    "global": (_keep_in_global, lambda block, hidden: (hidden, GLOBALLY_KEPT[-1])),
-    "closure": (_closure, lambda _, output: output()),
-}
-
-
-def _twins(rank: int, world_size: int, way: str) -> Twins:
-    mesh = networked_mesh((world_size,))
-    shard = lambda model: shard_each(*model.blocks, model, mesh=mesh)  # noqa: E731
-    return Twins.of(rank, world_size, lambda: _model(*WAYS[way]), shard)
-
-
-def _both(model: nn.Module, rank: int) -> Tensor:
-    output, aux = model(batch(rank, 8, WIDTH))
-    loss: Tensor = output.square().mean() + aux
-    return loss
+    inp, out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    return Composed(run, inp=inp, out=out, blocks=nn.ModuleList(_block(_keep_in_global) for _ in range(5)))
 
 
 @on_ranks(2)
-def test_a_loss_kept_aside(rank: int, world_size: int) -> None:
-    """The random programs have more ways, several micro-batches and outputs that are changed in place."""
-    for way, depth in (("attribute", 0), ("attribute", 1), ("global", 2), ("closure", 1)):
-        twins = _twins(rank, world_size, way)
+def test_a_loss_kept_in_a_global_variable(rank: int, world_size: int) -> None:
+    """The random programs keep losses on modules and in closures."""
+
+    def loss(model: nn.Module, of: int) -> Tensor:
+        output, aux = model(batch(of, 8, WIDTH))
+        return output.square().mean() + aux
+
+    mesh = networked_mesh((world_size,))
+    for depth in (0, 2):
+        twins = Twins.of(rank, world_size, _kept_in_global, lambda model: shard_each(*model.blocks, model, mesh=mesh))
         twins.sharded.set_prefetch_depth(depth)
-        twins.step(_both, times=3)
+        twins.step(loss, times=3)
 
 
 # -- cases that cannot be supported raise ------------------------------------------------------------------------------
@@ -102,7 +79,7 @@ def test_a_loss_kept_aside(rank: int, world_size: int) -> None:
 @on_ranks(2)
 def test_gradients_that_nobody_reduced_are_no_step(rank: int, world_size: int, accumulated: bool) -> None:
     """A loss in a global variable, and nothing else: no hook is called, and no gradient would be reduced."""
-    model = fully_shard(_model(*WAYS["global"]))
+    model = fully_shard(_kept_in_global())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if accumulated:
         for sync in (False, True):
