@@ -1,15 +1,12 @@
-"""Optimizer state of one process, loaded into sharded parameters: each rank's part of it, or an error."""
+"""Optimizer state of one process, loaded into sharded parameters: an error, by name where stock has none."""
 
-import io
 import warnings
-from typing import Any
 
 import pytest
-import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 from shardkit.core import optimizer_step_on_shards, overlap_step
-from tests.core.optimizer_steps.placed_training import build, check, optimizer_for, sharded, step
+from tests.core.optimizer_steps.placed_training import build, optimizer_for, sharded, step
 from tests.support import on_ranks
 
 BY_NAME = r"state '(exp_avg|state1)' of parameter '0\.weight' is that of the whole.*CheckpointManager"
@@ -17,25 +14,15 @@ BY_TORCH = "got mixed torch.Tensor and DTensor"  # as with stock
 ON_SHARDS = {"on_shards": optimizer_step_on_shards, "overlapped": overlap_step}
 
 
-def _copy(value: Any) -> Any:
-    """A copy of state: deepcopy does not support torchao's tensors."""
-    file = io.BytesIO()
-    torch.save(value, file)
-    return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
-
-
 @pytest.mark.parametrize("later", [False, True])
 @pytest.mark.parametrize(
     ("kind", "place", "error"),
     [
-        ("torch.optim.AdamW", "owned", ""),
-        ("torch.optim.AdamW", "rows", ""),
-        ("torch.optim.AdamW", "elements", ""),
-        ("torch.optim.AdamW", "on_shards", ""),
-        ("torch.optim.AdamW", "overlapped", ""),
+        ("torch.optim.AdamW", "owned", BY_NAME),
+        ("torch.optim.AdamW", "rows", BY_NAME),
+        ("torch.optim.AdamW", "on_shards", BY_NAME),
+        ("torch.optim.AdamW", "overlapped", BY_NAME),
         ("torch.optim.AdamW", "shard", BY_TORCH),
-        ("torch.optim.Muon", "owned", ""),
-        ("pytorch_optimizer.SOAP", "owned", ""),
         ("torchao.optim.AdamW8bit", "elements", BY_NAME),
         ("torchao.optim.AdamW8bit", "shard", BY_TORCH),
         ("bitsandbytes.optim.AdamW8bit", "owned", BY_NAME),
@@ -48,23 +35,15 @@ def test_state_of_one_process(rank: int, world_size: int, kind: str, place: str,
     alone = build()
     trained = optimizer_for(kind, alone.parameters())
     step(alone, trained, 0)
-    before, saved = _copy(alone), _copy(trained.state_dict())
-    model = sharded(before, world_size, "shard" if place in ON_SHARDS else place)
+    model = sharded(build(), world_size, "shard" if place in ON_SHARDS else place)
     optimizer = optimizer_for(kind, model.parameters())
     if place in ON_SHARDS:
         ON_SHARDS[place](optimizer)
     if later:
-        kept = {name: value.detach().clone() for name, value in model.state_dict().items()}
         step(model, optimizer, 7)
-        model.load_state_dict(kept)
-    optimizer.load_state_dict(saved)
-    if error:
-        with pytest.raises(RuntimeError, match=error):
-            step(model, optimizer, 1)
-        return
-    step(model, optimizer, 1)
-    step(alone, trained, 1)
-    check(model, [one.detach() for one in alone.parameters()], (kind, place))
+    optimizer.load_state_dict(trained.state_dict())
+    with pytest.raises(RuntimeError, match=error):
+        step(model, optimizer, 1)
 
 
 @on_ranks(2)

@@ -87,11 +87,7 @@ def clip_grad_norm_(
 
 
 def grad_norm(
-    parameters: Parameters,
-    norm_type: float = 2.0,
-    *,
-    error_if_nonfinite: bool = False,
-    foreach: bool | None = None,
+    parameters: Parameters, norm_type: float = 2.0, *, error_if_nonfinite: bool = False, foreach: bool | None = None
 ) -> torch.Tensor:
     """The `norm_type`-norm of all gradients together; arguments, result and errors as for `clip_grad_norm_`.
 

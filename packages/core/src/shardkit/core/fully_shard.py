@@ -26,13 +26,7 @@ from shardkit.core.mesh import (
 from shardkit.core.module import FSDPModule, refuse_deepcopy
 from shardkit.core.observers import start_observers
 from shardkit.core.optimizers import watch_optimizers
-from shardkit.core.parameters.collect import (
-    Managed,
-    PlacementFn,
-    manage,
-    modules_of_argument,
-    place,
-)
+from shardkit.core.parameters.collect import Managed, PlacementFn, manage, modules_of_argument, place
 from shardkit.core.parameters.gradients import move_gradient_hooks
 from shardkit.core.parameters.param import FSDPParam, Slot
 from shardkit.core.policies import (
@@ -209,27 +203,19 @@ def _reshard_setting(value: bool | int | None, mesh: DataParallelMesh) -> tuple[
 
 
 def _refuse_inside_sharded(modules: Sequence[nn.Module], managed: Managed) -> None:
-    """Refuses a module whose parameters the group of a module around it has taken: they cannot change their group.
+    """Refuses a module whose parameters are in the group of a module around it, unless it brings others.
 
-    A parameter that only the assignment of a tie has brought to an earlier group is not in that group's slots. A module
-    that brings parameters of its own, as an adapter around a sharded layer does, gets a group for these.
+    An adapter around a sharded layer does. A tie that was assigned later is in no slot of that group.
     """
     new = {id(holder) for one in managed.parameters for holder, _ in one.holders}
-    without = [module for module in modules if not any(id(below) in new for below in module.modules())]
+    if any(id(below) in new for module in modules for below in module.modules()):
+        return
     for param, slots in managed.ties:
-        inside = [slot for slot in slots if slot in param.slots]
-        group = param.group() if param.group is not None else None
-        if not inside or not isinstance(group, FSDPParamGroup):
-            continue
-        for outer in (reference() for user in group.users for reference in user.modules):
-            names = {} if outer is None else {id(below): name for name, below in outer.named_modules()}
-            for module in without:
-                if name := names.get(id(module)):
-                    raise ValueError(
-                        f"module '{name}' is inside this {type(outer).__name__}, which is already sharded and has its "
-                        f"parameter '{param.fqn}' in its own group. Call fully_shard on inner modules first, then on "
-                        "the modules around them"
-                    )
+        if any(slot in param.slots for slot in slots):
+            raise ValueError(
+                f"parameter '{param.fqn}' of this {type(modules[0]).__name__} is already in the group of a module "
+                "around it. Call fully_shard on inner modules first, then on the modules around them"
+            )
 
 
 def _check_tie(
@@ -239,10 +225,7 @@ def _check_tie(
     offload: OffloadChoice,
     compression: CompressionPolicy | None,
 ) -> None:
-    """A tied parameter has one mesh and one set of policies, whichever of its modules runs.
-
-    Where names or a budget choose what is offloaded, the call that has sharded it has chosen.
-    """
+    """A tied parameter has one mesh and one set of policies; offloading that names or a budget choose is as it was."""
     of_all = None if isinstance(offload, Mapping) else as_offload(offload)
     offloads = of_all if isinstance(of_all, CPUOffloadPolicy) else None
     own = policy.for_parameter(param.sharded_param, param.fqn)

@@ -26,10 +26,7 @@ from shardkit.core.torch_compat import apply_to_tensors, like_dtensor, local_of
 
 
 def materialize(
-    module: nn.Module,
-    *,
-    device: torch.device | str | None = None,
-    init: Callable[[nn.Module], object] | None = None,
+    module: nn.Module, *, device: torch.device | str | None = None, init: Callable[[nn.Module], object] | None = None
 ) -> None:
     """Allocates every parameter and buffer on the meta device and initialises it. Call it after `fully_shard`.
 

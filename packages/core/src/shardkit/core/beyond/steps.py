@@ -429,7 +429,7 @@ class OverlappedSteps(PlainSteps):
                 job = job_of(owner, twin.local.device)
                 state = dict.setdefault(optimizer.state, parameter, {})
                 if not isinstance(optimizer.state, WaitingState):  # before the first step, and after a load
-                    twin.cut_whole_state(optimizer, state)
+                    twin.refuse_whole_state(state)
                 job.state[twin.plain] = twin.lend_state(optimizer, state)
                 job.twins.append(twin)
                 job.params[number].append(twin.plain)

@@ -34,10 +34,7 @@ _TABLE_PARTS = (".qmap",)
 
 
 def steps_by_block(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether each update of an optimizer is known to depend only on a block of consecutive elements.
-
-    Subclasses outside of bitsandbytes and torchao do not count: they may do anything.
-    """
+    """Whether each update is known to depend only on a block of consecutive elements; subclasses may do anything."""
     package = type(optimizer).__module__.split(".")[0]
     if package == "bitsandbytes":
         args = getattr(optimizer, "args", None)
@@ -46,10 +43,7 @@ def steps_by_block(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def in_blocks(key: str, value: Any, parameter: DTensor) -> Any:
-    """State of bitsandbytes in a layout of its own: all ranks' scales, as a DTensor cut like the parameter, and tables.
-
-    None for other state. Not collective.
-    """
+    """State of bitsandbytes that has a layout of its own: scales become a DTensor cut like the parameter."""
     if key in _TABLES:
         return value
     return _one_for_each(_BLOCK, value, parameter) if key in _SCALES else None
@@ -94,14 +88,7 @@ def join_parts(
 ) -> list[str]:
     """Replaces the entries of `parts_of` in plain state by torchao's tensors; returns the keys of those made anew.
 
-    Args:
-        optimizer: any optimizer.
-        state: plain state of one parameter.
-        plain: its plain tensor.
-        joined: tensors from earlier steps, by the same keys; those that still have these parts are taken again.
-
-    Raises:
-        RuntimeError: if `load_state_dict` has cast scales to the dtype of the parameter.
+    `joined` are those of earlier steps, by the same keys; they are taken again if they still have these parts.
     """
     fresh: list[str] = []
     if not hasattr(optimizer, "_new_buffer"):
@@ -148,13 +135,7 @@ def target_by_block(
 
 
 def check_blocks(optimizer: torch.optim.Optimizer, parameter: DTensor) -> None:
-    """Refuses a parameter whose bitsandbytes blocks would cross from one rank's shard to the next.
-
-    All ranks come to the same answer, without communication.
-
-    Raises:
-        RuntimeError: with the FQN, shape, placements and what to do.
-    """
+    """Refuses a parameter whose bitsandbytes blocks would cross from one rank's shard to the next, on all ranks."""
     args = getattr(optimizer, "args", None)
     owned = any(isinstance(one, Owned) for one in parameter.placements)
     if getattr(args, "optim_bits", None) != 8 or owned or not parameter.requires_grad:
@@ -172,12 +153,7 @@ def check_blocks(optimizer: torch.optim.Optimizer, parameter: DTensor) -> None:
 
 
 def carry_overrides(optimizer: torch.optim.Optimizer, plain: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Applies bitsandbytes' overrides for single parameters, which it finds by identity, to the plain tensors.
-
-    Args:
-        optimizer: any optimizer.
-        plain: pairs of a parameter and the plain tensor that the optimizer receives for it.
-    """
+    """Applies bitsandbytes' overrides for single parameters, which it finds by identity, to their plain tensors."""
     manager = getattr(optimizer, "mng", None)
     settings = getattr(manager, "pid2config", None)
     if manager is None or settings is None:

@@ -43,11 +43,9 @@ from shardkit.core.optimizer_steps.block_steps import (
     inner_tensors,
     join_parts,
     parts_of,
-    steps_by_block,
 )
 from shardkit.core.optimizer_steps.supported import lacks_state_somewhere, steps_on_empty
 from shardkit.core.parameters.param import fqn_of, user_attributes
-from shardkit.core.parameters.region import region_of
 from shardkit.core.torch_compat import (
     hook_innermost,
     is_gathered_by_torch,
@@ -87,11 +85,7 @@ class Twin:
         self.lent: dict[str, Any] = {}
 
     def gradient(self) -> torch.Tensor | None:
-        """The gradient for a step; None where other ranks hold the parameter and the optimizer would skip it.
-
-        Raises:
-            RuntimeError: if its layout differs from the parameter's; the message has the FQN.
-        """
+        """The gradient for a step; None where other ranks hold the parameter and the optimizer would skip it."""
         gradient = self.parameter.grad if self.steps else None
         if gradient is None:
             return None
@@ -103,28 +97,18 @@ class Twin:
             )
         return local_of(gradient)
 
-    def cut_whole_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        """Cuts state of the whole parameter to this rank's part: that of one process, or made before the first step.
-
-        Raises:
-            RuntimeError: for quantised state, whose scales belong to blocks of the whole; the message has the FQN.
-        """
-        for key, value in list(state.items()):
+    def refuse_whole_state(self, state: dict[str, Any]) -> None:
+        """A rank may hold all of a parameter: its state of one process would be stepped on, and saved as its own."""
+        for key, value in state.items():
             plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and key not in NUMBERS
-            if not plain or not value.ndim or value.shape != self.parameter.shape:
-                continue
-            if steps_by_block(optimizer):
+            if plain and value.ndim and value.shape == self.parameter.shape:
                 raise RuntimeError(
                     f"state '{key}' of parameter '{fqn_of(self.parameter)}' is that of the whole, as of one process, "
-                    f"and its placements are {self.parameter.placements}; quantised values and scales belong together. "
-                    "Load it from a checkpoint of CheckpointManager or torch.distributed.checkpoint"
+                    f"and its placements are {self.parameter.placements}. Load it from a checkpoint of "
+                    "CheckpointManager or torch.distributed.checkpoint"
                 )
-            part = region_of(key, self.parameter).take(value).reshape(self.local.shape)
-            part = part.to(self.local.device, copy=True, memory_format=torch.contiguous_format)
-            state[key] = like_dtensor(part, self.parameter)
 
     def lend_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """The same state with plain tensors."""
         plain = {key: local_of(value) if isinstance(value, DTensor) else value for key, value in state.items()}
         for key in join_parts(optimizer, plain, self.local, self.joined):
             state.update(self._entries(key, plain[key]))  # over the same memory, even if it was cast
@@ -169,16 +153,13 @@ class PlainSteps:
 
     @property
     def is_lent(self) -> bool:
-        """Whether the optimizer holds plain tensors now."""
         return self._put_aside is not None
 
     def hook_innermost(self, optimizer: torch.optim.Optimizer) -> None:
-        """Makes our hooks the innermost of the step that begins."""
         self.leave()
         self._handles = hook_innermost(optimizer, self._begin, self._end)
 
     def leave(self) -> None:
-        """Takes our hooks off the steps."""
         for handle in self._handles:
             handle.remove()
 
@@ -192,7 +173,6 @@ class PlainSteps:
 
     @no_dynamo
     def _end(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Step post-hook."""
         if self.is_lent and not is_within_step(optimizer):
             self.give_back(optimizer)
 
@@ -220,7 +200,7 @@ class PlainSteps:
         gradients = [twin.gradient() for twin in twins.values()]
         if id(optimizer.state) != self._state_left:  # bitsandbytes loads without hooks
             for twin in twins.values():
-                twin.cut_whole_state(optimizer, optimizer.state.get(twin.parameter, {}))
+                twin.refuse_whole_state(optimizer.state.get(twin.parameter, {}))
         plain_state: _States = defaultdict(dict)
         for key, state in optimizer.state.items():
             if (found := twins.get(id(key))) is None:
@@ -276,7 +256,7 @@ class PlainSteps:
         """Moves new state of parameters, before it has values, to where their state lies: nowhere else, here."""
 
     def forget_joined(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-        """Load state dict pre-hook: frees the old state."""
+        """Load state dict pre-hook."""
         for twin in self._twins.values():
             twin.joined.clear()
 
@@ -307,11 +287,7 @@ def restore_interrupted_steps() -> None:
 
 
 def _refuse_gathering(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    """State dict post-hook.
-
-    Raises:
-        RuntimeError: if torch is about to gather state that other ranks lack, and would wait for them forever.
-    """
+    """State dict post-hook: torch would wait forever for state that other ranks lack."""
     if is_gathered_by_torch() and lacks_state_somewhere(optimizer):
         raise RuntimeError(
             f"some ranks have no state of {type(optimizer).__name__}, as others own the parameter or hold all of its "

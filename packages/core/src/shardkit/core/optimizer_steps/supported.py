@@ -46,14 +46,9 @@ def steps_by_element(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def plain_parameters(optimizer: torch.optim.Optimizer, *, all_shards: bool) -> list[DTensor]:
-    """The parameters that the optimizer is to see as plain tensors.
+    """The parameters that the optimizer is to see as plain tensors; with `all_shards`, all DTensors.
 
-    Args:
-        optimizer: any optimizer.
-        all_shards: whether these are all DTensors.
-
-    Raises:
-        RuntimeError: if the optimizer would be wrong on plain tensors; the message has an FQN and a remedy.
+    Raises RuntimeError, with an FQN and a remedy, if the optimizer would be wrong on plain tensors.
     """
     params = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     by_element = steps_by_element(optimizer)

@@ -33,13 +33,9 @@ _IGNORED = "_shardkit_ignored"  # set on a module: names of its parameters that 
 
 @dataclass
 class ManagedParameter:
-    """One parameter that a call manages.
+    """One parameter that a call manages; several holders are a tie. `place` sets the last three.
 
-    Attributes:
-        plain: what is cut: the parameter, or the local tensor of a DTensor.
-        holders: the places among the managed modules that hold it; several for a tie.
-        placement: how it is cut; None: replicated.
-        mesh, form: over which, and its form; `place` sets all three.
+    `plain` is the tensor to cut: the parameter, or the local tensor of a DTensor. A placement of None replicates it.
     """
 
     parameter: nn.Parameter
@@ -53,13 +49,9 @@ class ManagedParameter:
 
 @dataclass
 class Managed:
-    """The modules, parameters and buffers that one call manages.
+    """Modules that are not sharded by an earlier call, not replicated, and not below such; what they hold, each once.
 
-    Attributes:
-        modules: the modules that are not sharded by an earlier call, not replicated, and not below such a module.
-        parameters: their parameters, each once, in order of registration.
-        ties: parameters that an earlier call has sharded and that these modules hold too, with their slots here.
-        buffers: their buffers, each once.
+    `ties` are parameters that an earlier call has sharded and that these modules hold too, with their slots here.
     """
 
     modules: list[nn.Module] = field(default_factory=list)
@@ -96,7 +88,6 @@ def modules_of_argument(module: nn.Module | Sequence[nn.Module]) -> tuple[nn.Mod
 
 
 def manage(roots: Sequence[nn.Module], ignored: set[nn.Parameter]) -> Managed:
-    """Walks the modules and collects what the call manages."""
     managed = Managed()
     by_id: dict[int, ManagedParameter] = {}
     ties: dict[int, list[Slot]] = {}
@@ -164,10 +155,7 @@ def _walk(roots: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
 def place(
     parameters: Sequence[ManagedParameter], choose: PlacementFn | None, default: DataParallelMesh
 ) -> dict[DataParallelMesh, list[ManagedParameter]]:
-    """Gives parameters the placements that `shard_placement_fn` chooses; returns them by mesh. Not collective.
-
-    An `Owned()` without a rank gets one, the same on all ranks.
-    """
+    """Gives parameters the placements that `shard_placement_fn` chooses, `Owned()` with ranks; returns them by mesh."""
     by_mesh: dict[DataParallelMesh, list[ManagedParameter]] = {}
     for one in parameters:
         chosen = None if choose is None else choose(one.parameter)

@@ -86,10 +86,7 @@ class GradientDtype:
 
 
 def move_gradient_hooks(original: torch.Tensor, sharded: torch.Tensor, name: Callable[[], str]) -> None:
-    """Moves the hooks of `original` to `sharded`; a gradient that still reaches `original` raises.
-
-    `name` returns the FQN for that error.
-    """
+    """Moves the hooks of `original` to `sharded`; a gradient that still reaches `original` raises with its `name()`."""
     if has_gradient_hooks(original):
         requires_grad = sharded.requires_grad
         sharded.requires_grad_()  # it may have been frozen since

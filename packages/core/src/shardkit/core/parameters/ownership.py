@@ -59,12 +59,7 @@ def _give_out(weights: Sequence[Weight], loads: list[Weight]) -> list[int]:
 
 
 class OwnerPlan:
-    """Owners for the parameters of one model, for any number of ranks.
-
-    Args:
-        named: the parameters to be owned, with their FQNs; they are held weakly.
-        cost: cost of one optimizer step for each parameter.
-    """
+    """Owners for the parameters of one model, which are held weakly, for any number of ranks."""
 
     def __init__(self, named: Sequence[tuple[str, torch.Tensor]], cost: Cost) -> None:
         self.names = tuple(name for name, _ in named)
@@ -72,13 +67,11 @@ class OwnerPlan:
         self._numbers = WeakTensorKeyDictionary()
         for number, (_, one) in enumerate(named):
             self._numbers[one] = number
-        self._owners: dict[int, list[int]] = {}
+        self._plans: dict[int, tuple[list[int], list[Weight]]] = {}
 
     def owners(self, world_size: int) -> list[int]:
         """The owner of each parameter of `names` among `world_size` ranks."""
-        if world_size not in self._owners:
-            self._owners[world_size] = _give_out(self.weights, [(0.0, 0)] * world_size)
-        return self._owners[world_size]
+        return self._planned(world_size)[0]
 
     def owner(self, parameter: torch.Tensor, world_size: int) -> int | None:
         """The owner of one parameter; None if the plan does not contain it."""
@@ -87,10 +80,13 @@ class OwnerPlan:
 
     def loads(self, world_size: int) -> list[Weight]:
         """The load of each rank: (cost, bytes)."""
-        loads = [(0.0, 0)] * world_size
-        for rank, (cost, nbytes) in zip(self.owners(world_size), self.weights, strict=True):
-            loads[rank] = loads[rank][0] + cost, loads[rank][1] + nbytes
-        return loads
+        return self._planned(world_size)[1]
+
+    def _planned(self, world_size: int) -> tuple[list[int], list[Weight]]:
+        if world_size not in self._plans:
+            loads = [(0.0, 0)] * world_size
+            self._plans[world_size] = _give_out(self.weights, loads), loads
+        return self._plans[world_size]
 
     def imbalance(self, world_size: int) -> float:
         """Largest over mean cost of a rank: 1 is perfect. Computed, not measured."""

@@ -42,13 +42,7 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardkit.core.mesh import DataParallelMesh
-from shardkit.core.parameters.gradients import (
-    GradientDtype,
-    hooked,
-    lost_summand,
-    mark_gradient,
-    refuse_gradient,
-)
+from shardkit.core.parameters.gradients import GradientDtype, hooked, lost_summand, mark_gradient, refuse_gradient
 from shardkit.core.parameters.placed import ReplicatedGradient
 from shardkit.core.parameters.placements import layout_for, shard_of
 from shardkit.core.parameters.subclass_gather import HOOK, SubclassGather
@@ -111,10 +105,7 @@ def fqn_of(parameter: torch.Tensor) -> str:
 
 
 def _warn_of_direct(sharded: torch.Tensor) -> None:
-    """A hook of sharded parameters, which autograd reaches only if the user has computed with one.
-
-    A penalty on the weights does so rightly: its gradient is the same on all ranks.
-    """
+    """A hook of sharded parameters: autograd reaches one only if the user has computed with it."""
     warnings.warn(
         f"backward reached the sharded parameter '{fqn_of(sharded)}' itself, which was used outside its module's "
         "forward, as by full_tensor(): its gradient there is that of this rank's loss alone, and right only if the "
@@ -188,7 +179,6 @@ class Slot:
         return None if module is None else module._parameters.get(self.name)
 
     def set(self, parameter: nn.Parameter) -> None:
-        """Registers `parameter` in this slot."""
         module = self.module()
         if module is None:
             return
@@ -202,14 +192,8 @@ class Slot:
 class FSDPParam:
     """One parameter of a group, sharded on one dim over the shard axis of a data-parallel mesh.
 
-    Args:
-        original: the user's parameter: a plain tensor, a wrapper subclass or a DTensor, on any device.
-        fqn: its name, for messages; refined when the root module is known.
-        slots: all module attributes that hold it.
-        mesh: the data-parallel mesh.
-        placement: how it is cut; None: replicated, as every 0-dim parameter.
-        form: connects the parameter to the plain tensor that is cut.
-        device: device of the unsharded parameter.
+    `fqn` is refined when the root module is known. `slots` are all module attributes that hold the parameter. A
+    `placement` of None replicates it, as every 0-dim one. `device` is that of the unsharded parameter.
     """
 
     def __init__(
@@ -485,13 +469,12 @@ class FSDPParam:
         return unsharded
 
     def register(self, parameter: nn.Parameter) -> None:
-        """Puts `parameter` into every slot."""
         for slot in self.slots:
             slot.set(parameter)
 
     @property
     def memory(self) -> set[int]:
-        """Addresses of the memory of the unsharded parameter."""
+        """Addresses of the unsharded parameter."""
         tensors = [self.shard] if self.aliased else self.flats
         return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
@@ -532,10 +515,9 @@ class FSDPParam:
             self.sharded_param.grad = gradient.to(self.sharded_param.device)
 
     def defer_cast(self, *, will_reduce: bool) -> None:
-        """At the start of a backward: tells autograd not to cast gradients to wider sums, if the reduction will.
+        """At the start of a backward, if `may_defer`: autograd leaves the cast to wider sums to the reduction.
 
-        If `may_defer`. A first gradient that is not reduced must be cast at once, as
-        in stock: autograd then adds the contributions of several uses of the parameter in the dtype of sums.
+        A first gradient that is not reduced must be cast at once: autograd then adds the contributions of several uses.
         """
         unsharded = self.unsharded_param
         if unsharded is not None and (will_reduce or self.accumulated is not None or unsharded.grad is not None):

@@ -34,17 +34,14 @@ class Region:
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Region:
-        """All of a tensor of `shape`."""
         return cls(tuple(((0, size),) if size else () for size in shape))
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the rank's piece."""
         return tuple(sum(stop - start for start, stop in runs) for runs in self.runs)
 
     @property
     def numel(self) -> int:
-        """Elements of the rank's piece."""
         return math.prod(self.shape)
 
     def boxes(self) -> Iterator[tuple[Box, Box]]:
@@ -71,7 +68,6 @@ class Region:
         return piece
 
     def put(self, full: torch.Tensor, piece: torch.Tensor) -> None:
-        """Writes the rank's piece into `full`."""
         for in_full, in_piece in self.boxes():
             target = full[in_full]
             target.copy_(piece[in_piece].reshape(target.shape))
@@ -137,10 +133,7 @@ def _boxes_of_range(shape: Sequence[int], start: int, stop: int) -> Iterator[tup
 
 
 def region_of(name: str, tensor: torch.Tensor) -> Region:
-    """The region of this rank's local tensor; a plain tensor is whole, and a rank outside the mesh holds nothing.
-
-    Raises ValueError for a placement that is neither Replicate nor sharding.
-    """
+    """The region of this rank's local tensor; a plain tensor is whole, and a rank outside the mesh holds nothing."""
     if not isinstance(tensor, DTensor):
         return Region.whole(tensor.shape)
     coordinate = tensor.device_mesh.get_coordinate()
@@ -224,12 +217,7 @@ def _cut_by(
 
 
 def _in_blocks(
-    name: str,
-    dims: tuple[tuple[Run, ...], ...],
-    placements: Sequence[Placement],
-    axis: int,
-    size: int,
-    position: int,
+    name: str, dims: tuple[tuple[Run, ...], ...], placements: Sequence[Placement], axis: int, size: int, position: int
 ) -> Region:
     """The part of `dims` that the `Blocks` of an axis of `size` ranks gives the rank at `position`."""
     layout = layout_for(placements[axis], Region(dims).shape, size)
@@ -265,7 +253,6 @@ def _cut(runs: tuple[Run, ...], first: int, last: int) -> tuple[Run, ...]:
 
 
 def _joined(runs: Iterator[Run]) -> tuple[Run, ...]:
-    """Merges runs that touch."""
     joined: list[Run] = []
     for start, stop in runs:
         if joined and joined[-1][1] == start:

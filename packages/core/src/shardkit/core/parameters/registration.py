@@ -32,10 +32,7 @@ from shardkit.core.torch_compat import held_local, local_of, version_of
 
 
 def register_unsharded(params: Iterable[FSDPParam]) -> None:
-    """After a gather: puts unsharded parameters in place of the sharded ones, and makes those that there are not yet.
-
-    They require grad where the sharded ones do.
-    """
+    """After a gather: puts unsharded parameters in place of the sharded ones, and makes missing ones."""
     for param in params:
         sharded, unsharded = param.sharded_param, param.unsharded_param
         if unsharded is None or param.subclass is not None:
