@@ -140,36 +140,6 @@ def test_resuming_is_exact(finished: Path, broken_off: Path, text: Path, tmp_pat
     assert (broken_off / "sample.txt").read_bytes() == (finished / "sample.txt").read_bytes()
 
 
-@pytest.mark.slow  # by day test_resuming_is_exact, and tests/faults kills other jobs
-def test_a_killed_run_goes_on_by_itself(finished: Path, text: Path, tmp_path: Path) -> None:
-    """SIGKILL of one rank while it trains, in the first attempt only; `--restarts` starts all ranks again."""
-    out, marker = tmp_path / "killed", tmp_path / "killed_once"
-    site = tmp_path / "site"
-    site.mkdir()
-    # Read by every Python that starts: the rank kills itself when its run has written the first checkpoint.
-    (site / "sitecustomize.py").write_text(
-        textwrap.dedent(f"""
-        import os, pathlib, signal, threading, time
-
-        def kill():
-            while not pathlib.Path({str(out)!r}, "checkpoints", "step-000003").exists():
-                time.sleep(0.001)
-            pathlib.Path({str(marker)!r}).touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-
-        if os.environ.get("RANK") == "1" and not pathlib.Path({str(marker)!r}).exists():
-            threading.Thread(target=kill, daemon=True).start()
-        """)
-    )
-    path = os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")])])
-    flags = [*SMALL, "--nproc", "2", "--restarts", "1", "--data", text, "--out", out]
-    printed = run_job(*flags, PYTHONPATH=path)
-    assert marker.exists() and "resumed from" in printed
-    assert losses(out) == losses(finished)
-    assert_same_weights(out, finished, tmp_path)
-    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["step-000003", "step-000006"]
-
-
 def test_ctrl_c_says_how_to_go_on_and_a_new_run_moves_the_old_one_aside(text: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     out.mkdir()

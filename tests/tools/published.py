@@ -109,29 +109,14 @@ def memory_errors(runs: list[dict]) -> list[float]:
 
 
 def main() -> None:
-    print(
-        "| model | GPUs | batch | recomputed | tokens/s published | predicted | error | memory published | predicted |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|")
+    print("| model | GPUs | batch | recomputed | tokens/s | predicted | error | memory | predicted |")
+    print("|" + "---|" * 9)
     for run in DATA["runs"]:
         speed, told = tokens_per_second(run), run["tokens_per_second"]
         error = f"{speed / told - 1:+.0%}{' (fitted)' if run.get('fitted') else ''}"
-        held, memory = "-", "-"
-        if "memory_gib" in run:
-            held, memory = f"{run['memory_gib']} GiB", f"{memory_gib(run):.1f} GiB"
-        gpus = f"{run['ranks']} {run['machine']}"
-        row = (
-            run["model"],
-            gpus,
-            run["batch"],
-            run["recompute"],
-            told,
-            f"{speed:.0f}",
-            error,
-            held,
-            memory,
-        )
-        print("| " + " | ".join(map(str, row)) + " |", flush=True)
+        memory = [f"{run['memory_gib']} GiB", f"{memory_gib(run):.1f} GiB"] if "memory_gib" in run else ["-", "-"]
+        job = [run["model"], f"{run['ranks']} {run['machine']}", run["batch"], run["recompute"]]
+        print("| " + " | ".join(map(str, [*job, told, f"{speed:.0f}", error, *memory])) + " |", flush=True)
     others = [run for run in DATA["runs"] if not run.get("fitted")]
     print(f"median error of those that nothing was fitted to: {statistics.median(map(abs, errors(others))):.1%}")
     print(f"median error of memory: {statistics.median(map(abs, memory_errors(DATA['runs']))):.1%}")

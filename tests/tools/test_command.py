@@ -191,14 +191,3 @@ def test_a_command_of_a_package_that_is_not_installed(
         assert "'migrate' needs the package shardkit-legacy-fsdp-compat, which is not installed" in told
     assert main(["--help"]) == 0
     assert "\n  migrate   Not installed: needs shardkit-legacy-fsdp-compat.\n" in capsys.readouterr().out
-
-
-def test_summaries_fit_beside_the_names(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    assert main(["--help"]) == 0
-    listed = capsys.readouterr().out.partition("Commands:\n")[2].partition("\n\n")[0].splitlines()
-    names = [line.split()[0] for line in listed]
-    assert names == sorted(["checkpoint", "doctor", "estimate", "migrate", "plan", "profile", "report", "run", "watch"])
-    for line in listed:
-        summary = line.split(maxsplit=1)[1]
-        assert summary.endswith(".") and not summary.endswith("...") and len(summary) <= 60, line

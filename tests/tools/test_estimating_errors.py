@@ -1,5 +1,8 @@
 """Jobs that cannot be estimated, and their errors."""
 
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -37,18 +40,30 @@ def reads_loss(model, optimizer, batch) -> None:
     optimizer.step()
 
 
-def test_a_factory_that_fails_is_named_with_its_error():
-    with pytest.raises(
-        EstimateError, match=r"building the model raised FileNotFoundError in line \d+ of .*: weights\.bin"
-    ):
-        estimate(broken, four)
+WRONG = partial(torch.ones, 3, 5)
+BF16, BLOCKS = Policies(param_dtype=torch.bfloat16), Policies(wrap=("Block",))
 
 
-def test_shapes_that_depend_on_data_are_refused_with_the_place():
-    with pytest.raises(EstimateError) as raised:
-        estimate(routed, four, mesh=2)
-    assert "called in forward of ''" in str(raised.value)
-    assert "shape depends on data" in str(raised.value)
+@pytest.mark.parametrize(
+    ("model", "inputs", "options", "message"),
+    [
+        (broken, four, {}, r"building the model raised FileNotFoundError in line \d+ of .*: weights\.bin"),
+        (routed, four, {"mesh": 2}, r"(?s)called in forward of ''.*shape depends on data"),
+        (linear, WRONG, {"mesh": 2}, "an iteration raised "),
+        (sharded, four, {"mesh": 2, "policies": BF16}, "the model comes sharded"),
+        *((linear, four, {"mesh": mesh}, "cannot be simulated") for mesh in (0, 16_385, {"dp": 0}, {})),
+        (linear, four, {"mesh": {"pp": 2, "dp_shard": 4}}, "the axis 'pp' of the mesh is not known; expected dp_repl"),
+        (linear, four, {"mesh": {"dp_shard": 4, "ep": 2}}, "the axis 'ep' of the mesh is not known"),
+        (linear, four, {"mesh": {"replica": 2, "shard": 4}}, "the axis 'replica' of the mesh is not known"),
+        (linear, four, {"mesh": {"dp": 2, "dp_shard": 4}}, "'dp' and 'dp_shard' mean the same"),
+        (linear, four, {"mesh": {"dp_shard": 4, "tp": 2}}, "the axis 'tp' needs a plan"),
+        (linear, four, {"mesh": 2, "rank": 2}, "no rank 2 among 2 ranks"),
+        (linear, four, {"mesh": 2, "policies": BLOCKS}, "no module has the FQN or class name 'Block'"),
+    ],
+)
+def test_what_cannot_be_estimated_is_told(model: Any, inputs: Any, options: dict[str, Any], message: str):
+    with pytest.raises(EstimateError, match=message):
+        estimate(model, inputs, **options)
 
 
 def test_a_value_that_is_read_is_made_up_and_noted():
@@ -56,58 +71,14 @@ def test_a_value_that_is_read_is_made_up_and_noted():
     assert any("was read in between" in note for note in found.notes)
 
 
-def test_wrong_inputs_are_explained():
-    with pytest.raises(EstimateError, match="an iteration raised "):
-        estimate(linear, lambda: torch.ones(3, 5), mesh=2)
-
-
-def test_policies_do_not_act_on_a_model_that_comes_sharded():
-    assert estimate(sharded, four, mesh=2).parameters == 40
-    with pytest.raises(EstimateError, match="the model comes sharded"):
-        estimate(sharded, four, mesh=2, policies=Policies(param_dtype=torch.bfloat16))
-
-
-@pytest.mark.parametrize("mesh", [0, 16_385, {"dp": 0}, {}])
-def test_meshes_that_are_none(mesh):
-    with pytest.raises(EstimateError, match="cannot be simulated"):
-        estimate(linear, four, mesh=mesh)
-
-
-@pytest.mark.parametrize(
-    ("mesh", "message"),
-    [
-        (
-            {"pp": 2, "dp_shard": 4},
-            "the axis 'pp' of the mesh is not known; expected dp_replicate, dp_shard, dp, cp, tp",
-        ),
-        ({"dp_shard": 4, "ep": 2}, "the axis 'ep' of the mesh is not known"),
-        ({"replica": 2, "shard": 4}, "the axis 'replica' of the mesh is not known"),
-        ({"dp": 2, "dp_shard": 4}, "'dp' and 'dp_shard' mean the same"),
-        ({"dp_shard": 4, "tp": 2}, "the axis 'tp' needs a plan"),
-    ],
-)
-def test_axes_that_policies_do_not_know(mesh, message):
-    with pytest.raises(EstimateError, match=message):
-        estimate(linear, four, mesh=mesh)
-
-
 def test_a_factory_that_shards_the_model_names_axes_freely():
     assert estimate(sharded, four, mesh={"replicas": 2, "shards": 2}).axes == {"replicas": 2, "shards": 2}
-
-
-def test_ranks_that_are_none():
-    with pytest.raises(EstimateError, match="no rank 2 among 2 ranks"):
-        estimate(linear, four, mesh=2, rank=2)
-
-
-def test_modules_that_are_none():
-    with pytest.raises(EstimateError, match="no module has the FQN or class name 'Block'"):
-        estimate(linear, four, mesh=2, policies=Policies(wrap=("Block",)))
+    assert estimate(sharded, four, mesh=2).parameters == 40
 
 
 def test_an_estimate_that_failed_leaves_the_process_clean():
     with pytest.raises(EstimateError):
-        estimate(linear, lambda: torch.ones(3, 5), mesh=2)
+        estimate(linear, WRONG, mesh=2)
     assert not torch.distributed.is_initialized()
     assert type(torch.ones(1)) is torch.Tensor
     assert estimate(linear, four, mesh=2).peak.bytes > 0

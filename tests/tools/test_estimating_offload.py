@@ -14,7 +14,6 @@ from shardkit.core import FileTier, fully_shard, offload_activations, overlap_st
 from shardkit.tools import Estimate, Machine, Policies, TrainingJob, estimate_job, preset
 from shardkit.tools.estimating.trace import Entered
 from tests.support import rank_mesh, run_ranks
-from tests.tools.jobs import JOBS
 from tests.tools.llama_shaped import LlamaShaped, few_tokens
 
 KEPT = TrainingJob(partial(LlamaShaped, 32, 256, 640, 14, 4, 2), few_tokens)
@@ -57,10 +56,6 @@ def test_blocks_that_are_not_run_are_offloaded_as_well():
     assert any(isinstance(step, Entered) for step in short.recording.trace.steps)  # it ran a few blocks
     for name in ("peak", "host_bytes", "idle_bytes", "reserved_bytes"):
         assert getattr(short, name) == getattr(full, name)
-
-
-def test_a_factory_that_offloads_is_understood():
-    assert estimate_job(JOBS["offloaded"], 2).host_bytes > 0
 
 
 def test_on_a_cpu_offload_changes_nothing():

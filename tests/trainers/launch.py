@@ -16,6 +16,17 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = Path(__file__).parent / "scripts"
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
 Engine = Literal["stock", "shardkit"]
+# The modules that a script needs.
+NEEDS = {
+    "accelerate": ["accelerate"],
+    "lightning": ["lightning"],
+    "transformers": ["accelerate", "transformers"],
+    "transformers_experts": ["accelerate", "transformers.distributed"],
+    "trl": ["trl", "peft"],
+    "tensors": ["torchao", "bitsandbytes", "peft"],
+    "torchft": ["torchft"],
+    **{name: ["torchtitan"] for name in ("torchtitan", "torchtitan_experts", "torchtitan_annotated")},
+}
 
 
 def ended(
@@ -51,6 +62,8 @@ def results(script: str, engine: Engine, ranks: int = 2, only_across: bool = Fal
     Raises:
         Failed: with the end of its output, if it fails, or if the other engine was imported or said that it ran.
     """
+    for module in NEEDS[script]:
+        pytest.importorskip(module)
     seen = _run(script, engine, ranks, only_across)
     if isinstance(seen, str):
         pytest.fail(seen)

@@ -1,34 +1,35 @@
 """Each trainer's script: the same bits on shardkit as on stock, also on from each other's checkpoints."""
 
+import sys
+from pathlib import Path
+
 import pytest
+import torch
 
-from tests.trainers.launch import Engine, assert_resumes_across, assert_same, results
+from tests.trainers.launch import (
+    SCRIPTS,
+    Engine,
+    assert_case,
+    assert_engines,
+    assert_equal,
+    assert_resumes_across,
+    assert_same,
+    results,
+    run_command,
+)
 
-# By script: the modules that it needs, and its cases.
 CASES = {
-    "accelerate": (
-        ["accelerate"],
-        ["plain", "accumulation", "RAM-efficient", "checkpointing in bf16", "resumed"],
-    ),
-    "lightning": (["lightning"], ["Trainer", "resumed", "Fabric"]),
-    "transformers": (["accelerate", "transformers"], ["native", "FSDP2", "resumed"]),
-    "trl": (["trl", "peft"], ["SFT with LoRA", "SFT", "DPO with LoRA"]),
+    "accelerate": ["plain", "accumulation", "RAM-efficient", "checkpointing in bf16", "resumed"],
+    "lightning": ["Trainer", "resumed", "Fabric"],
+    "transformers": ["native", "FSDP2", "resumed"],
+    "trl": ["SFT with LoRA", "SFT", "DPO with LoRA"],
     # Low-bit optimizers (torchao), 4-bit weights under LoRA (bitsandbytes, PEFT) and torchft's all-reduce hook.
-    "tensors": (
-        ["torchao", "bitsandbytes", "peft"],
-        ["AdamW8bit", "AdamW4bit", "AdamWFp8", "all-reduce hook", "QLoRA"],
-    ),
+    "tensors": ["AdamW8bit", "AdamW4bit", "AdamWFp8", "all-reduce hook", "QLoRA"],
 }
 
 
-def skip_without(script: str) -> None:
-    for module in CASES[script][0]:
-        pytest.importorskip(module)
-
-
-@pytest.mark.parametrize(("script", "case"), [(script, case) for script, (_, cases) in CASES.items() for case in cases])
+@pytest.mark.parametrize(("script", "case"), [(script, case) for script, cases in CASES.items() for case in cases])
 def test_same_as_stock(script: str, case: str):
-    skip_without(script)
     assert_same(script, case)
 
 
@@ -40,15 +41,100 @@ def test_same_as_stock(script: str, case: str):
     ],
 )
 def test_checkpoints_load_across(script: str, engine: Engine):
-    skip_without(script)
     assert_resumes_across(script, engine)
 
 
 @pytest.mark.slow
 def test_managers_of_torchft_in_the_all_reduce_hook():
     """Two replicas of two shards."""
-    pytest.importorskip("torchft")
     assert_same("torchft", "torchft", ranks=4)
     seen = results("torchft", "shardkit", 4)["torchft"]
     assert seen["committed"] == [True, True, True]
     assert seen["replicas agree"] == [True]
+
+
+@pytest.mark.parametrize("part", ["", ", resumed"])
+def test_experts_of_transformers_are_same_as_stock(part: str):
+    stock, shardkit = (
+        results("transformers_experts", engine)["experts over 2" + part] for engine in ("stock", "shardkit")
+    )
+    assert_case(shardkit, stock)
+
+
+def test_checkpoints_of_experts_load_across():
+    """Weights and optimizer state in transformers' own formats, one step on from them, by the other engine."""
+    expected = results("transformers_experts", "stock")["experts over 2, resumed"]
+    shardkit = results("transformers_experts", "shardkit")["experts over 2, across"]
+    stock = results("transformers_experts", "stock", only_across=True)["experts over 2, across"]
+    assert_engines(stock["runs"], shardkit["runs"])
+    for seen in (shardkit, stock):
+        assert_equal(seen, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["", ", resumed"])
+@pytest.mark.parametrize("case", ["experts over 2", "experts over 4"])
+def test_experts_of_transformers_on_four_ranks_differ_in_rounding_alone(case: str, part: str):
+    """Sums of four gradients are not added in the order of stock's reduce-scatter."""
+    stock, shardkit = (results("transformers_experts", engine, 4)[case + part] for engine in ("stock", "shardkit"))
+    assert_engines(stock.pop("runs"), shardkit.pop("runs"))
+    torch.testing.assert_close(shardkit, stock, rtol=1e-4, atol=1e-6)
+
+
+EXPERTS = ["1 replicas, experts over 2", "1 replicas, experts over 4", "2 replicas, experts over 2"]
+
+
+def test_torchtitan_is_same_as_stock_on_four_ranks():
+    assert_same("torchtitan", "HSDP", ranks=4)
+
+
+@pytest.mark.slow
+def test_torchtitan_is_same_as_stock():
+    assert_same("torchtitan", "one axis")
+
+
+@pytest.mark.slow
+def test_torchtitan_on_four_shards_differs_in_rounding_alone():
+    """Sums of four gradients are not added in the order of stock's reduce-scatter."""
+    stock, shardkit = (results("torchtitan", engine, 4)["one axis"] for engine in ("stock", "shardkit"))
+    assert_engines(stock.pop("runs"), shardkit.pop("runs"))
+    torch.testing.assert_close(shardkit, stock, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", EXPERTS)
+def test_experts_of_torchtitan_on_meshes_of_their_own(case: str):
+    """Checkpoints of stock's, with each rank's part of the experts, are loaded with the same bits."""
+    stock, shardkit = (results("torchtitan_experts", engine, 4)[case] for engine in ("stock", "shardkit"))
+    assert_engines(stock.pop("runs"), shardkit.pop("runs"))
+    for name, weight in stock["weights"].items():
+        assert torch.equal(shardkit[f"loaded {name}"][0], weight), name
+    exact = case.startswith("2 replicas")  # as above, sums of four are added in another order
+    torch.testing.assert_close(shardkit, stock, rtol=0 if exact else 1e-4, atol=0 if exact else 1e-6)
+
+
+@pytest.mark.parametrize("case", ["tp=2, ep=1", "tp=1, ep=2"])
+def test_annotated_parameters_train_like_dtensors(case: str):
+    """Torchtitan's default back end and its other one; stock shards annotated parameters from torch 2.15 on."""
+    seen = results("torchtitan_annotated", "shardkit", 4)
+    annotated, dtensors = seen[f"spmd_types, {case}"], seen[f"partial_dtensor, {case}"]
+    assert annotated["runs"]["shardkit"] > 0 == annotated["runs"]["stock"]
+    for key in ("losses", "gradient norms", "weights"):  # gradients of norms are summed over tp by other operations
+        torch.testing.assert_close(annotated[key], dtensors[key], rtol=1e-6, atol=1e-7)
+
+
+def _trained_by_ray(engine: Engine, directory: Path, **variables: str) -> dict:
+    pytest.importorskip("ray.train")
+    directory.mkdir()
+    command = [sys.executable, str(SCRIPTS / "train_ray.py"), f"--out={directory / 'out.pt'}", f"--own={directory}"]
+    # Ray's workers import the script's modules, and need no report of its use.
+    variables |= {"PYTHONPATH": str(SCRIPTS), "RAY_USAGE_STATS_ENABLED": "0"}
+    seen = run_command(command, engine, directory, directory / "out.pt", **variables)
+    assert not isinstance(seen, str), seen
+    return seen["ray"]
+
+
+@pytest.mark.slow
+def test_workers_of_ray_are_same_as_stock(tmp_path: Path):
+    expected = _trained_by_ray("stock", tmp_path / "stock")
+    assert_case(_trained_by_ray("shardkit", tmp_path / "shardkit", SHARDKIT_INSTALL="1"), expected)

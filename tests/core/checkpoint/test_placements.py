@@ -143,6 +143,7 @@ def load(rank: int, world_size: int, how: str, layout: str, path: Path) -> dict[
     ("saved", "loaded"),
     [
         (("dcp.save", "owned", 4), [("dcp.load", "stock", 3), ("dcp.load", "shard", 1)]),
+        (("dcp.save", "shard", 2), [("dcp.load", "shard", 3), ("dcp.load", "stock", 1)]),
         (("dcp.save", "rows", 2), [("dcp.load", "owned", 2), ("dcp.load", "rows", 3)]),
         (("dcp.save", "elements", 4), [("dcp.load", "stock", 3), ("dcp.load", "elements", 3)]),
         (("dcp.save", "stock", 3), [("dcp.load", "owned", 4), ("dcp.load", "rows", 2), ("ours", "elements", 2)]),

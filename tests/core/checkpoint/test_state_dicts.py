@@ -1,12 +1,10 @@
 """State dicts: the DTensors that stock gives, interchangeable both ways, also through torch.distributed.checkpoint."""
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp as stock
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -22,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import shardkit.core as shardkit
-from tests.support import on_ranks, rank_mesh, run_ranks
+from tests.support import on_ranks, rank_mesh
 from tests.support.models import MODELS, Composed
 from tests.support.sharding import shard_each
 from tests.support.trace import Trace, assert_same
@@ -132,6 +130,7 @@ def _copied(state: dict[str, Any]) -> dict[str, Any]:
 
 # -- torch.distributed.checkpoint.state_dict ---------------------------------------------------------------------------
 
+FULL = StateDictOptions(full_state_dict=True)
 OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
     "full": {"full_state_dict": True},
@@ -233,53 +232,6 @@ def test_broadcast_after_meta_initialisation(rank: int, world_size: int, kind: s
     built_whole = _build(shardkit, model, mesh, seed=1)
     losses = [_train(one, model, _optimizer(one), range(3)) for one in (module, built_whole)]
     assert losses[0] == losses[1]
-
-
-# -- dcp.save and dcp.load ---------------------------------------------------------------------------------------------
-
-
-ENGINES = {"stock": stock, "shardkit": shardkit}
-FULL = StateDictOptions(full_state_dict=True)
-
-
-def save(rank: int, world_size: int, engine: str, kind: str, model: str, path: Path) -> Any:
-    module = _build(ENGINES[engine], model, _mesh(world_size, kind), seed=1)
-    optimizer = _optimizer(module)
-    _train(module, model, optimizer, range(2))
-    model_state, optimizer_state = get_state_dict(module, optimizer)
-    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
-    full = get_state_dict(module, optimizer, options=FULL)
-    return full if rank == 0 else None
-
-
-def load(rank: int, world_size: int, engine: str, kind: str, model: str, path: Path) -> Any:
-    module = _build(ENGINES[engine], model, _mesh(world_size, kind), seed=2)
-    optimizer = _optimizer(module)
-    model_state, optimizer_state = get_state_dict(module, optimizer)
-    state = {"model": model_state, "optimizer": optimizer_state}
-    dcp.load(state, checkpoint_id=path)
-    set_state_dict(module, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    full = copy.deepcopy(get_state_dict(module, optimizer, options=FULL))
-    _train(module, model, optimizer, range(2, 4))
-    return full if rank == 0 else None
-
-
-@pytest.mark.parametrize(
-    ("saved_by", "saved_at", "loaded_by", "loaded_at", "model"),
-    [
-        ("shardkit", (2, "fsdp"), "shardkit", (3, "fsdp"), "transformer"),
-        ("shardkit", (1, "fsdp"), "shardkit", (4, "hsdp"), "frozen"),
-        ("shardkit", (4, "hsdp"), "stock", (2, "fsdp"), "mlp"),
-        ("stock", (4, "fsdp"), "shardkit", (2, "fsdp"), "transformer"),
-        ("shardkit", (3, "fsdp"), "stock", (1, "fsdp"), "mixed_dtypes"),
-    ],
-)
-def test_checkpoint_across_world_sizes_and_engines(
-    saved_by: str, saved_at: tuple[int, str], loaded_by: str, loaded_at: tuple[int, str], model: str, tmp_path: Path
-) -> None:
-    saved = run_ranks(saved_at[0], save, saved_by, saved_at[1], model, tmp_path, timeout=120.0)[0]
-    loaded = run_ranks(loaded_at[0], load, loaded_by, loaded_at[1], model, tmp_path, timeout=120.0)[0]
-    assert_same(_trace(saved), _trace(loaded))
 
 
 @on_ranks(2)

@@ -15,7 +15,7 @@ import venv
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from tests.docs.blocks import blocks  # noqa: E402
