@@ -469,7 +469,7 @@ class FSDPParamGroup:
         """The transports and plans, made by the first gather after a change; then ranks of the shard group meet."""
         chosen, communication = self.transports, self.settings.communication
         if chosen is None or chosen[0] is not communication:
-            with events.waiting(self.label, "set-up") if events.hub.active else contextlib.nullcontext():
+            with events.waiting(self.label, "set-up"):
                 transports = communication.transports(self.mesh.shard_group, self.device, self.label)
             chosen = self.transports = communication, transports
             names = [None if one is None else one.name for one in (transports.gather, transports.reduce)]

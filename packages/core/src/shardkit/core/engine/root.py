@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import os
@@ -79,7 +78,7 @@ def initialise_root(root: RootedState, *, same_names: bool = True) -> None:
                 f"set_manual_backward_finalization(True) was called on '{state.fqn}', below the root "
                 f"{type(module).__name__}; it is a setting of the root; call it there"
             )
-    with events.waiting(root.fqn, "set-up") if events.hub.active else contextlib.nullcontext():
+    with events.waiting(root.fqn, "set-up"):
         groups = list(dict.fromkeys(group for state in states for group in state.groups))
         _check_agreement(groups, root, same_names)
     _warn_of_smaller_meshes(groups)
