@@ -107,7 +107,12 @@ class Wrong(CountingAllGather, RankOrderReduceScatter):
 
 @on_ranks(2, isolated=True)
 def test_wrong_buffers(rank: int, world_size: int) -> None:
-    for change, match in (("size", r"elements, expected \d+;"), ("dtype", "float32"), ("strides", "contiguous")):
+    changes = {
+        "size": r"(\d+) elements of.*expected (?!\1 )\d+ of torch.float32",
+        "dtype": r"(\d+) elements of torch.float64.*expected \1 of torch.float32",
+        "strides": r"strides \(2,\).*contiguous",
+    }
+    for change, match in changes.items():
         model = _model(shardkit, mesh=rank_mesh((world_size,)))
         model[0].set_custom_all_gather(Wrong(change))
         with pytest.raises((ValueError, RuntimeError), match=rf"(?s)0: Wrong\.allocate returned.*{match}"):

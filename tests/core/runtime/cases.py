@@ -8,8 +8,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
 from shardkit.core.runtime.choice import transport_for
-from shardkit.core.runtime.collective import C10dTransport
-from shardkit.core.runtime.custom import CustomTransport
+from shardkit.core.runtime.collective import C10dTransport, CustomTransport
 from shardkit.core.runtime.lanes import Program, make_lane
 from shardkit.core.runtime.plan import (
     GatherItem,

@@ -26,8 +26,7 @@ from shardkit.core.runtime.lanes import make_lane
 from shardkit.core.runtime.shared import segment
 from shardkit.core.runtime.shared.connection import Connection
 from shardkit.core.runtime.shared.meeting import neighbours_of
-from shardkit.core.runtime.shared.neighbours import Neighbours
-from shardkit.core.runtime.shared.tables import Table
+from shardkit.core.runtime.shared.neighbours import Neighbours, Table
 from shardkit.core.runtime.shared.transport import SharedTransport
 from tests.core.runtime.cases import CASES, CPU, flats_for, gather_plan, transport
 from tests.support import RankFailure, on_ranks, rank_mesh, run_ranks

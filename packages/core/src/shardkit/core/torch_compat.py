@@ -463,20 +463,12 @@ def leaf_or_view(tensor: torch.Tensor) -> torch.Tensor | None:
     return tensor if tensor._base is not None or tensor.is_leaf else None
 
 
-def version_of(tensor: torch.Tensor) -> int:
-    """The number of in-place writes to a tensor: the counter that autograd compares. 0 for an inference tensor."""
-    try:
-        return int(tensor._version)
-    except RuntimeError:  # an inference tensor has no counter; asking first costs more than the counter
-        return 0
-
-
 def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """`version_of` each."""
+    """The numbers of in-place writes to tensors: the counters that autograd compares. 0 for an inference tensor."""
     try:
         return [tensor._version for tensor in tensors]
-    except RuntimeError:
-        return [*map(version_of, tensors)]
+    except RuntimeError:  # an inference tensor has no counter; asking first costs more than the counter
+        return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def backend_of(group: ProcessGroup, device: torch.device) -> Any:

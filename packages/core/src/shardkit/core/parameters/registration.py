@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from shardkit.core.parameters.param import FSDPParam
 from shardkit.core.parameters.subclass_gather import HOOK
-from shardkit.core.torch_compat import held_local, local_of, version_of
+from shardkit.core.torch_compat import held_local, local_of, versions_of
 
 # -- places in modules -------------------------------------------------------------------------------------------------
 
@@ -120,7 +120,7 @@ def _was_written_to(param: FSDPParam, unsharded: nn.Parameter) -> bool:
     """
     if param.subclass is not None:
         return False
-    if not param.aliased and version_of(unsharded):
+    if not param.aliased and versions_of([unsharded])[0]:
         return True
     made_over = param.unsharded_storage
     return made_over is not None and unsharded.untyped_storage() is not made_over

@@ -1,9 +1,4 @@
-"""Selects the transport of a parameter group from the user's settings and the capabilities of its process groups.
-
-A simulator runs a model on one process with a fake process group, and needs the plans, memory and events of a real
-network. It supplies transports with the properties of the real ones, whose programs need not copy anything; `stand_ins`
-installs them in place of all others.
-"""
+"""Selects the transport of a parameter group from the user's settings and the capabilities of its process groups."""
 
 from __future__ import annotations
 
@@ -18,25 +13,22 @@ import torch.distributed as dist
 
 from shardkit.core import torch_compat
 from shardkit.core.policies import AllGather, CompressionPolicy, ReduceScatter
-from shardkit.core.runtime.collective import C10dTransport
+from shardkit.core.runtime.collective import C10dTransport, CustomTransport
 from shardkit.core.runtime.compressed.transport import CompressedTransport
-from shardkit.core.runtime.custom import CustomTransport
 from shardkit.core.runtime.memory import RegisteredMemory, require_memory
 from shardkit.core.runtime.plan import Transport
 from shardkit.core.runtime.shared.meeting import neighbours_of
 from shardkit.core.runtime.shared.transport import SharedTransport
 
 StandIn: TypeAlias = Callable[[dist.ProcessGroup, torch.device], Transport]
-"""Returns a transport that replaces that of a group, for tensors on a device."""
+"""Returns a transport of a simulator: one with the plans, memory and events of a real one, that need not copy."""
 
 _stand_in: StandIn | None = None
 
 _LAUNCHES_EACH = ("nccl2", "nccl-lazy")
 
 # A transport holds its group, so the cache must not hold the transport; the plans that use it do.
-_Key: TypeAlias = tuple[torch.device, bool]
-_cache: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[_Key, weakref.ref[Transport]]]
-_cache = weakref.WeakKeyDictionary()
+_cache = weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[torch.device, bool], weakref.ref[Transport]]]()
 
 
 @dataclass(frozen=True)
@@ -49,21 +41,13 @@ class Transports:
 
 @dataclass(frozen=True)
 class Communication:
-    """Overrides of the transports that are chosen for the process groups. Labels are for messages.
-
-    Attributes:
-        compression: how parameters and gradients are rounded when sent, None for full precision.
-        all_gather: custom communication, with its own buffers; None for ours.
-        reduce_scatter: likewise.
-        reduce_group: process group for reductions, with the ranks of the shard group. None: the shard group itself.
-        registered: whether communicated memory is registered with the process group (runtime/memory.py).
-    """
+    """Overrides of the transports that are chosen for the process groups. Labels are for messages."""
 
     compression: CompressionPolicy | None = None
     all_gather: AllGather | None = None
     reduce_scatter: ReduceScatter | None = None
-    reduce_group: dist.ProcessGroup | None = None
-    registered: bool = False
+    reduce_group: dist.ProcessGroup | None = None  # for reductions, with the ranks of the shard group
+    registered: bool = False  # whether communicated memory is registered with the process group (memory.py)
 
     def through(self, label: str, **comms: Any) -> Communication:
         """Sends gathers through `all_gather`, or reduce-scatters through `reduce_scatter`, and their buffers."""
@@ -148,8 +132,8 @@ def transport_for(group: dist.ProcessGroup, device: torch.device, registered: bo
 def coalesces(backend: Any) -> bool:
     """Whether a backend moves a list of buffers in one launch.
 
-    torch 2.15's NCCL backends say so, and launch each buffer by itself. The wrapper of TORCH_DISTRIBUTED_DEBUG=DETAIL
-    says so of the backend inside, and lacks the calls before torch 2.13.
+    torch 2.15's NCCL backends say so, and launch each by itself. The wrapper of TORCH_DISTRIBUTED_DEBUG=DETAIL says so
+    of the backend inside, and lacks the calls before torch 2.13.
     """
     if not getattr(backend, "supports_coalescing", False):
         return False

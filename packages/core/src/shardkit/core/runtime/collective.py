@@ -1,4 +1,4 @@
-"""The backend's own collectives on flat buffers."""
+"""The backend's own collectives on flat buffers, and the user's."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 
 from shardkit.core import events, torch_compat
+from shardkit.core.events import StorageKind
+from shardkit.core.policies import AllGather, ReduceScatter
 from shardkit.core.runtime.lanes import Program, Reduction, hold, note_sources_read
 from shardkit.core.runtime.memory import RegisteredMemory
 from shardkit.core.runtime.packing import as_dtype, shaped
@@ -29,8 +31,6 @@ class C10dTransport(Transport):
     With `direct` (a backend that coalesces, NCCL) a list of buffers runs in place in one launch. Without it each call
     receives one buffer and uses the plain collectives, which every backend has. With `memory`, unsharded parameters,
     packed buffers and outputs lie there (runtime/memory.py, Note [Registered memory]).
-
-    Raises `NotImplementedError` for a call with several buffers if `direct` is false.
     """
 
     name = "c10d"
@@ -89,7 +89,7 @@ class C10dTransport(Transport):
         inputs = [output.narrow(0, self.rank * chunk, chunk) for output, chunk in zip(outputs, chunks, strict=True)]
         if len(inputs) == 1:
             return (torch_compat.all_gather_flat(outputs[0], inputs[0], group=self.group, async_op=self._async),)
-        self._require_direct(len(inputs))
+        assert self.direct, "plans pack what cannot run in one launch"
         return (torch_compat.all_gather_coalesced(self.group, outputs, inputs, self._async),)
 
     def exchange(
@@ -109,12 +109,8 @@ class C10dTransport(Transport):
         if len(inputs) == 1:
             call = torch_compat.reduce_scatter_flat
             return (call(outputs[0], inputs[0], op=op, group=self.group, async_op=self._async),)
-        self._require_direct(len(inputs))
+        assert self.direct, "plans pack what cannot run in one launch"
         return (torch_compat.reduce_scatter_coalesced(self.group, list(outputs), list(inputs), op, self._async),)
-
-    def _require_direct(self, count: int) -> None:
-        if not self.direct:
-            raise NotImplementedError(f"{self.group.name()} cannot run {count} buffers in one launch; pack them")
 
     def reduce(self, plan: ReducePlan, grads: list[torch.Tensor], mean: Mean) -> Reduction:
         if not self._averages:
@@ -146,6 +142,51 @@ class C10dTransport(Transport):
                     note_freed(packed, plan.label, "packed")
                 note_freed(plan.direct_nbytes, plan.label, "gradient")
         return output
+
+
+class CustomTransport(C10dTransport):
+    """Packs everything and sends it through the user's object for gathers, or for reductions."""
+
+    name = "custom"
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        all_gather: AllGather | None = None,
+        reduce_scatter: ReduceScatter | None = None,
+    ) -> None:
+        super().__init__(group, device, direct=False)
+        self._gathering = all_gather
+        self._reducing = reduce_scatter
+
+    def all_gather(self, buffers: Sequence[torch.Tensor]) -> Sequence[dist.Work | None]:
+        (buffer,) = buffers
+        chunk = buffer.numel() // self.world_size
+        own = buffer.narrow(0, self.rank * chunk, chunk)
+        assert self._gathering is not None
+        work = self._gathering(output_tensor=buffer, input_tensor=own, group=self.group, async_op=self._async)
+        return (work,)
+
+    def reduce_scatter(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], op: Any
+    ) -> Sequence[dist.Work | None]:
+        (output,), (full,) = outputs, inputs
+        assert self._reducing is not None
+        work = self._reducing(output_tensor=output, input_tensor=full, group=self.group, op=op, async_op=self._async)
+        return (work,)
+
+    def buffer(self, numel: int, dtype: torch.dtype, label: str, kind: StorageKind) -> torch.Tensor:
+        comm = self._reducing if self._gathering is None else self._gathering
+        assert comm is not None, label
+        buffer = comm.allocate((numel,), dtype=dtype, device=self.device)
+        if buffer.numel() != numel or buffer.dtype != dtype or not buffer.is_contiguous():
+            raise ValueError(
+                f"{label}: {type(comm).__name__}.allocate returned {buffer.numel()} elements of {buffer.dtype} with "
+                f"strides {buffer.stride()}, expected {numel} of {dtype}, contiguous; return what was asked for"
+            )
+        note_allocated(buffer, label, kind)
+        return buffer.view(-1)
 
 
 def has_average(group: dist.ProcessGroup, device: torch.device) -> bool:

@@ -16,32 +16,26 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from shardkit.core import events
 from shardkit.core.torch_compat import set_grad_enabled
 
+Works: TypeAlias = Sequence[Any]
+"""c10d's works, or postings of the shared-memory transport: their `wait` raises if one failed. None: it has ended."""
 
-class Waitable(Protocol):
-    """Objects that a program waits on: c10d's works, and postings of the shared-memory transport."""
+Program: TypeAlias = Generator[Works, None, None]
+"""Launches communication, yields the works it waits on, continues with local work once they are done, may launch and
+yield again, then returns. Programs compose with `yield from`. Lanes run them without autograd."""
 
-    def wait(self) -> Any:
-        """Return when it is done; raise if it failed."""
-
-
-Program: TypeAlias = Generator[Sequence[Waitable | None], None, None]
-"""Launches communication, yields the works it waits on (None of a call that has ended), continues with local work once
-they are done, may launch and yield again, then returns. Programs compose with `yield from`. Lanes run them without
-autograd."""
-
-Reduction: TypeAlias = Generator[Sequence[Waitable | None], None, torch.Tensor]
+Reduction: TypeAlias = Generator[Works, None, torch.Tensor]
 """A program that returns its output, which it has allocated on its lane."""
 
 
 # A list, because all empty tuples are the same object.
-NEXT_STAGE: Sequence[Waitable | None] = []
+NEXT_STAGE: Works = []
 """Yielded where a program needs its inputs no more: the lane's next program does not wait for the rest of this one,
 such as the all-reduce of a reduced shard."""
 
@@ -110,11 +104,9 @@ class CpuLane:
         """Nothing to do."""
 
     def current_event(self) -> Any:
-        """None."""
         return None
 
     def owning_memory(self) -> contextlib.AbstractContextManager[Any]:
-        """Nothing to do."""
         return contextlib.nullcontext()
 
 
@@ -136,7 +128,7 @@ class CpuTicket:
         self._label = label
         self._name = name
         self._keep_alive = keep_alive
-        self._pending: Sequence[Waitable | None] = ()
+        self._pending: Works = ()
         self._failed: tuple[str, str] | None = None  # for whoever waits next: an error would keep frames, and so memory
         try:
             self._resume(f"launching {name}")
@@ -175,7 +167,6 @@ class CpuTicket:
             self.wait_for_stage()
 
     def reader_events(self) -> tuple[Any, ...]:
-        """None: for streams."""
         return ()
 
     def abandon(self) -> None:

@@ -37,21 +37,19 @@ _UNHEARD = contextlib.nullcontext()
 
 
 @dataclass(frozen=True)
-class GatherItem:
-    """One parameter to gather: its FQN, how it is cut, the unsharded dtype, and whether it may be compressed."""
-
-    fqn: str
-    layout: ChunkLayout
-    dtype: torch.dtype
-    compressible: bool = True
-
-
-@dataclass(frozen=True)
 class ReduceItem:
     """One gradient to reduce: its parameter's FQN and how it is cut."""
 
     fqn: str
     layout: ChunkLayout
+
+
+@dataclass(frozen=True)
+class GatherItem(ReduceItem):
+    """One parameter to gather, with its unsharded dtype."""
+
+    dtype: torch.dtype
+    compressible: bool = True
 
 
 @dataclass(frozen=True)
@@ -132,8 +130,7 @@ class Transport(ABC):
 
         Where programs run on streams, the call allocates buffers, on the current stream: so there `gather` and `reduce`
         are functions that return a generator, and a program calls `note_sources_read` of lanes.py once it has read its
-        sources, whose memory is used again, and `hold` for inputs of a reduction that its works read. Raises
-        `ValueError` when custom communication allocates a wrong one.
+        sources, whose memory is used again, and `hold` for inputs of a reduction that its works read.
         """
 
     @abstractmethod
@@ -145,8 +142,7 @@ class Transport(ABC):
         list, as stock does: they would take memory while the next ones are computed.
 
         The program returns `plan.allocate_output()`, filled: `plan.output_views(output)` are the reduced chunks, the
-        sum over ranks in `reduce_dtype`, divided as `mean` says. Raises `ValueError` when custom communication
-        allocates a wrong buffer.
+        sum over ranks in `reduce_dtype`, divided as `mean` says.
         """
 
     def registered_memory(self) -> contextlib.AbstractContextManager[Any]:
@@ -207,7 +203,6 @@ class GatherPlan:
 
     @cached_property
     def fqns(self) -> tuple[str, ...]:
-        """The items' FQNs."""
         return tuple(item.fqn for item in self.items)
 
     @cached_property
@@ -218,27 +213,21 @@ class GatherPlan:
     @cached_property
     def wire_nbytes(self) -> int:
         """Bytes that this rank sends in one gather: its slot of every buffer, to each peer."""
-        own = 0
+        own = 0 if self.packing is None else self.packing.row_numel * self.packed_dtype.itemsize
         for item in (self.items[i] for i in self.direct):
-            padded = self.transport.collective
-            numel = item.layout.padded_local_numel if padded else item.layout.local_numel(self.rank)
-            own += numel * item.dtype.itemsize
-        if self.packing is not None:
-            own += self.packing.row_numel * self.packed_dtype.itemsize
+            layout, padded = item.layout, self.transport.collective
+            own += (layout.padded_local_numel if padded else layout.local_numel(self.rank)) * item.dtype.itemsize
         return own * (self.transport.world_size - 1)
 
     @cached_property
     def padding_nbytes(self) -> int:
         """Bytes after the unsharded tensors, and in the packed buffer, that hold no element."""
-        behind = [
-            (item.layout.flat_numel - item.layout.numel) * item.dtype.itemsize
-            for item in self.items
-            if item.layout.dim == 0
-        ]
+        cut = [(item.layout, item.dtype.itemsize) for item in self.items]
+        behind = sum((layout.flat_numel - layout.numel) * size for layout, size in cut if layout.dim == 0)
         if self.packing is None:
-            return sum(behind)
-        packed = sum(self.items[i].layout.numel * self.items[i].dtype.itemsize for i in self.packing.items)
-        return sum(behind) + self.packing.numel * self.packed_dtype.itemsize - packed
+            return behind
+        packed = sum(cut[i][0].numel * cut[i][1] for i in self.packing.items)
+        return behind + self.packing.numel * self.packed_dtype.itemsize - packed
 
 
 @dataclass(frozen=True, eq=False)
@@ -273,7 +262,6 @@ class ReducePlan:
 
     @cached_property
     def fqns(self) -> tuple[str, ...]:
-        """The items' FQNs."""
         return tuple(item.fqn for item in self.items)
 
     @cached_property
@@ -370,11 +358,10 @@ def plan_gather(items: Sequence[GatherItem], transport: Transport, label: str, r
     layouts = tuple(item.layout for item in items)
     direct = tuple(i for i, item in enumerate(items) if _goes_direct(item.layout, item.dtype.itemsize, transport))
     packed = tuple(sorted({*range(len(items))} - {*direct}))
-    packed_dtypes = {items[i].dtype for i in packed}
+    dtypes, packed_dtypes = {item.dtype for item in items}, {items[i].dtype for i in packed}
     mixed = len(packed_dtypes) > 1
     packed_dtype = packed_dtypes.pop() if len(packed_dtypes) == 1 else torch.uint8
     widths = tuple(item.dtype.itemsize if mixed else 1 for item in items)
-    dtypes = {item.dtype for item in items}
     packing = pack(layouts, packed, widths, aligned=mixed) if packed else None
     slots = [(i, rank * layouts[i].padded_local_numel, layouts[i].local_shape(rank)) for i in direct]
     filled = [(i, start, math.prod(shape), shape) for i, start, shape in slots]

@@ -69,7 +69,6 @@ class ChunkLayout:
             flat = padded
         else:  # a multiple of the world size, so that a smaller group, which divides it, can cut it evenly
             flat = -(-numel // self.world_size) * self.world_size
-        # The instance is frozen; these are decided once.
         vars(self).update(
             numel=numel,
             chunk=chunk,

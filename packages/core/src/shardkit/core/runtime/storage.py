@@ -29,8 +29,7 @@ def allocate_storage(tensor: torch.Tensor, fqn: str = "", kind: StorageKind = "u
     if storage.nbytes() == nbytes:
         return
     storage.resize_(nbytes)
-    if events.hub.active:
-        events.emit(events.StorageAllocated(fqn, nbytes, kind))
+    note_allocated(nbytes, fqn, kind)
 
 
 def allocate_missing(tensors: Iterable[torch.Tensor], sizes: Iterable[int], fqn: str) -> None:
@@ -39,8 +38,7 @@ def allocate_missing(tensors: Iterable[torch.Tensor], sizes: Iterable[int], fqn:
         storage = tensor.untyped_storage()
         if nbytes and not storage.nbytes():
             storage.resize_(nbytes)
-            if events.hub.active:
-                events.emit(events.StorageAllocated(fqn, nbytes, "unsharded"))
+            note_allocated(nbytes, fqn, "unsharded")
 
 
 def free_storage(tensor: torch.Tensor, fqn: str = "", kind: StorageKind = "unsharded") -> None:
@@ -56,8 +54,7 @@ def free_storage(tensor: torch.Tensor, fqn: str = "", kind: StorageKind = "unsha
             f"the memory of parameter '{fqn}' cannot be freed: {error}. Something else holds it, such as a numpy array "
             "that was made of the parameter in forward; make it of a clone"
         ) from error
-    if events.hub.active:
-        events.emit(events.StorageFreed(fqn, nbytes, kind))
+    note_freed(nbytes, fqn, kind)
 
 
 def outside_inference() -> contextlib.AbstractContextManager[None]:

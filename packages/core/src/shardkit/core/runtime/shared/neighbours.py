@@ -2,9 +2,12 @@
 
 Messages of one pair arrive in order, and a pipe reports at once that the process at its other end is gone.
 
-    POST      this rank's part of an operation is ready to be read: the number of its table, and at its first use the
-              table itself, with the numbers of tables that are no longer used
+    POST      this rank's part of an operation is ready to be read: the number of a table of tensors in shared memory,
+              and at its first use the table itself, with the numbers of tables that are no longer used
     RELEASE   this rank has read the peer's part of an operation
+
+A table is JSON: data from another process is never executed. Memory is named by a descriptor of its process, which
+peers, of the same user, open in `/proc`.
 
 Operations are numbered in launch order. As for collectives, this order is the same on all ranks.
 
@@ -19,24 +22,88 @@ another collective.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import select
 import struct
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
+from functools import cached_property
+from typing import Any, TypeAlias
 
 import torch
 
 from shardkit.core import events
 from shardkit.core.runtime.shared.connection import Connection
-from shardkit.core.runtime.shared.segment import Mapping
-from shardkit.core.runtime.shared.tables import PeerTable, Table
+from shardkit.core.runtime.shared.segment import Mapping, Segment, locate
+
+_numbers = itertools.count(1)
+
+Gradients: TypeAlias = Sequence[tuple[int, str]]
 
 _MESSAGE = struct.Struct("<Bxxxxxxxqq")  # kind, operation, number of the table
 _WHICH = 16  # bytes of a message that identify the operation
 _POST, _RELEASE = 0, 1
+
+
+class Table:
+    """Tensors of this rank that its peers may read, in a fixed order.
+
+    `label` is the parameter group's name. `gradients` are the parameters whose gradients they are, as places in the
+    group with FQNs (empty for shards). The peers compare label and places with their own.
+    """
+
+    def __init__(self, label: str, tensors: Sequence[torch.Tensor], gradients: Gradients = ()) -> None:
+        self.number = next(_numbers)
+        self.label = label
+        self.gradients = dict(gradients)
+        self.is_sent = False
+        self._segments: dict[int, Segment] = {}  # which it keeps alive
+        self._entries = [self._entry(tensor) for tensor in tensors]
+
+    def _entry(self, tensor: torch.Tensor) -> tuple[int, int, int, str]:
+        if not tensor.numel():
+            return 0, 0, 0, "uint8"
+        place = locate(tensor)
+        assert place is not None and tensor.is_contiguous(), self.label
+        segment, offset = place
+        self._segments[segment.number] = segment
+        return segment.number, offset, tensor.numel(), str(tensor.dtype).removeprefix("torch.")
+
+    def describe(self) -> dict[str, Any]:
+        """The table as its peers get it."""
+        return {
+            "label": self.label,
+            "gradients": [*self.gradients.items()],
+            "segments": [(number, segment.path) for number, segment in self._segments.items()],
+            "entries": self._entries,
+        }
+
+
+class PeerTable:
+    """A peer's table as seen by this rank: `label`, `gradients`, and 1-D `tensors` over the peer's memory."""
+
+    def __init__(self, described: dict[str, Any], mapped: MutableMapping[int, Mapping]) -> None:
+        """`mapped` are the peer's segments that are already mapped, by number: one mapping serves all tables."""
+        self.label: str = described["label"]
+        self.gradients: dict[int, str] = dict(described["gradients"])
+        self._described = described
+        self._mapped = mapped
+        self._memory: dict[int, Mapping] = {}  # keeps the entries of `mapped` as long as this table
+
+    @cached_property
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors. To be read first within an operation for which the peer keeps their memory."""
+        with torch.inference_mode(False):  # sums are made in them, whatever mode was active when they arrived
+            for number, path in self._described["segments"]:
+                self._memory[number] = self._mapped.get(number) or Mapping(path)
+            self._mapped.update(self._memory)
+            return [
+                self._memory[segment].tensor(offset, numel, getattr(torch, name)) if numel else torch.empty(0)
+                for segment, offset, numel, name in self._described["entries"]
+            ]
 
 
 class Posting:

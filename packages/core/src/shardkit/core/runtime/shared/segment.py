@@ -50,7 +50,7 @@ class Segment(mmap.mmap):
         fd = memory_file("shardkit")
         try:
             os.ftruncate(fd, nbytes)
-            seal(fd)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SIZE_SEALS | fcntl.F_SEAL_SEAL)
             self = super().__new__(cls, fd, nbytes, **ONE_DESCRIPTOR)
         except OSError as error:
             os.close(fd)
@@ -89,11 +89,6 @@ def memory_file(name: str) -> int:
 def path_of(fd: int) -> str:
     """Where another process of this user can open a descriptor of this one."""
     return f"/proc/{os.getpid()}/fd/{fd}"
-
-
-def seal(fd: int) -> None:
-    """Fixes the size of a memory file permanently."""
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SIZE_SEALS | fcntl.F_SEAL_SEAL)
 
 
 def _opened(path: str) -> int:
