@@ -400,6 +400,16 @@ def test_a_path_is_no_tier(tmp_path: Path) -> None:
         overlap_step(optimizer, states=str(tmp_path))  # type: ignore[arg-type]
 
 
+def test_state_stays_where_the_first_call_put_it(tmp_path: Path) -> None:
+    optimizer, tier = torch.optim.AdamW([torch.zeros(2, requires_grad=True)]), FileTier(tmp_path, "1GiB")
+    for first in (None, tier):
+        steps = overlap_step(optimizer, states=first)
+        assert overlap_step(optimizer, states=first) is overlap_step(optimizer) is steps
+        with pytest.raises(ValueError, match=r"AdamW has its state in .* since the first call of overlap_step; pass"):
+            overlap_step(optimizer, states=FileTier(tmp_path, "1GiB"))
+        optimizer = torch.optim.AdamW([torch.zeros(2, requires_grad=True)])
+
+
 @pytest.mark.parametrize("wrong", [0, "much", "-1GiB", "3 apples", ""])
 def test_bytes_that_are_none(tmp_path: Path, wrong: Any) -> None:
     with pytest.raises(ValueError, match=r"is not a number of bytes; give one above 0"):

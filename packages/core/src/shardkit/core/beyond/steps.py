@@ -87,7 +87,7 @@ def overlap_step(
     Raises:
         TypeError: for any other optimizer, also for subclasses, and for one that draws random numbers; for
             `states` other than a `FileTier`.
-        ValueError: for another `when`, or `states` for quantised ones.
+        ValueError: for another `when`, `states` for quantised ones, or in a second call other states than in the first.
         RuntimeError: for "backward", if another optimizer steps in backward on one of the parameters.
     """
     if when not in ("auto", "backward"):
@@ -96,6 +96,12 @@ def overlap_step(
         raise TypeError(f'states is {states!r}; pass a FileTier, such as FileTier("/local/disk", resident="8GiB")')
     steps = plain_steps_of(optimizer)
     if isinstance(steps, OverlappedSteps):
+        if states is not None and states is not steps.tier:
+            where = "memory" if steps.tier is None else steps.tier.path
+            raise ValueError(
+                f"{type(optimizer).__name__} has its state in {where} since the first call of "
+                "overlap_step; pass states there"
+            )
         return steps
     by_block = steps_by_block(optimizer)
     if not by_block and not steps_by_element(optimizer):
@@ -138,7 +144,7 @@ class OverlappedSteps(PlainSteps):
 
     def __init__(self, tier: FileTier | None) -> None:
         super().__init__()
-        self._tier = tier
+        self.tier = tier
         self._jobs: dict[Job, None] = {}  # under way, in the order in which they run
         self._hidden: list[list[torch.Tensor]] | None = None
         self._streams: dict[torch.device, Any] = {}
@@ -253,20 +259,20 @@ class OverlappedSteps(PlainSteps):
 
     def place(self, optimizer: torch.optim.Optimizer) -> None:
         """Moves shards to the tier if they are to lie there: before the first step, and after a load."""
-        if self._tier is not None and self._tier.parameters:
+        if self.tier is not None and self.tier.parameters:
             params = (sharded_counterpart(one) for group in optimizer.param_groups for one in group["params"])
-            self._tier.place(dict.fromkeys(FSDPParamGroup.of(param) for param in params if param is not None))
+            self.tier.place(dict.fromkeys(FSDPParamGroup.of(param) for param in params if param is not None))
 
     def place_state(self, state: Mapping[torch.Tensor, Sequence[DTensor]]) -> None:
         """Moves new state to the tier."""
-        if self._tier is None:
+        if self.tier is None:
             return
         groups: defaultdict[FSDPParamGroup, list[DTensor]] = defaultdict(list)
         for parameter, tensors in state.items():
             if (param := sharded_counterpart(parameter)) is not None:
                 groups[FSDPParamGroup.of(param)] += tensors
         for group, tensors in groups.items():
-            moved = self._tier.put(group, [held_local(one) for one in tensors], group.label)
+            moved = self.tier.put(group, [held_local(one) for one in tensors], group.label)
             for tensor, local in zip(tensors, moved, strict=True):
                 replace_local(tensor, local)
 
@@ -366,10 +372,10 @@ class OverlappedSteps(PlainSteps):
         if in_backward:
             at_once = []  # left to `step()`
         jobs += at_once
-        if self._tier is not None:
+        if self.tier is not None:
             _refuse_devices(jobs)
         for job in jobs:
-            job.tier, job.state_of_optimizer = self._tier, optimizer.state
+            job.tier, job.state_of_optimizer = self.tier, optimizer.state
             job.cast_dtype = None if job in at_once else job.narrower_dtype
             if job.cast_dtype is not None and job.group is not None:  # here, as a load may assign others before it runs
                 job.shards = [param.local_tensor for param in job.group.params]
@@ -384,7 +390,7 @@ class OverlappedSteps(PlainSteps):
             if job.device.type != "cpu" and job not in at_once:
                 self._queue(job)
             # A tier belongs to the thread; kernels of a device belong to the stream of this one.
-            elif job in at_once and self._tier is None:
+            elif job in at_once and self.tier is None:
                 job.future = _run_now(job, threads)
             else:
                 job.future = _worker().submit(job.run, threads, in_backward and _event_of(job))
