@@ -4,10 +4,9 @@ An observer is a function without arguments that subscribes to events, in an ent
 `shardkit.observers`. Those of shardkit-tools, `profile` and `watch`, are called at the first `fully_shard` in every
 process whose environment has `SHARDKIT_PROFILE` or `SHARDKIT_WATCH` set (and not to 0).
 
-SHARDKIT_LOGS says which of shardkit's loggers write to stderr, with the rank in each line. Loggers have the names of
-modules, such as `shardkit.core.engine.root`, and a program may configure them itself. The variable has the form of
-torch's TORCH_LOGS: names under `shardkit`, joined by commas, each for the loggers below it; `+name` shows debug
-messages as well, `-name` errors only; "all" is the name of all.
+SHARDKIT_LOGS says which of shardkit's loggers write to stderr, with the rank in each line. It has the form of torch's
+TORCH_LOGS: names under `shardkit`, joined by commas, each for the loggers below it; `+name` shows debug messages as
+well, `-name` errors only; "all" is the name of all.
 """
 
 from __future__ import annotations

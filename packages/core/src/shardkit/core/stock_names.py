@@ -1,8 +1,7 @@
 """Private names of stock FSDP2 that trainers and torch read, answered by our states, groups and parameters.
 
-The tables below list each name, who reads it, and where the value lies here. They are properties, so a write raises:
-stock lets callers write to some of them, but a write here would have no effect. Names that only torch's FSDPMemTracker
-reads are missing on purpose: it works on torch's own fully_shard alone; `shardkit profile` counts memory here.
+They are properties, so a write, which would have no effect here, raises. Names that only torch's FSDPMemTracker reads
+are missing on purpose: it works on torch's own fully_shard alone; `shardkit profile` counts memory here.
 """
 
 from __future__ import annotations
@@ -77,7 +76,6 @@ def _group_phase(group: Any) -> Any:
 
 
 def _state_phase(state: Any) -> Any:
-    """The phase of a state."""
     return stock_training_state("PRE_BACKWARD" if state.in_backward else "FORWARD" if state.in_forward else "IDLE")
 
 

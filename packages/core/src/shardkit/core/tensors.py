@@ -140,7 +140,6 @@ def _is_opaque(kind: type) -> bool:
 
 
 def _held_by(value: Any, into_objects: bool) -> list[Any]:
-    """The values that a container, a dataclass and, if wanted, any other object or function holds directly."""
     if isinstance(value, dict):
         return list(value.values())[-_NEWEST:]
     if isinstance(value, list | tuple):

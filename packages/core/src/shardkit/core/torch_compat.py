@@ -34,7 +34,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils.hooks import RemovableHandle
 
-# Names that come from torch as they are; all others are defined below.
+# Names that come from torch as they are.
 __all__ = [
     "CheckpointStorageInfo",
     "StockCPUOffloadPolicy",
@@ -154,12 +154,10 @@ def new_dtensor(
 
 
 def like_dtensor(local: torch.Tensor, like: torch.Tensor, kind: type[DTensor] | None = None) -> DTensor:
-    """A DTensor over `local` with the mesh, placements and global shape of `like`, for a gradient in each step.
+    """A DTensor over `local` with the mesh, placements, their meaning, and global shape of `like`.
 
-    Its placements have the same meaning as in `like`. `kind` is its class, by default that of `like`.
-
-    `DTensor.from_local` costs 50 times more. `__new__` sets everything; `__init__` would cost twice as much again and
-    do nothing.
+    `kind` is its class, by default that of `like`. `DTensor.from_local` costs 50 times more. `__new__` sets everything;
+    `__init__` would cost twice as much again and do nothing.
     """
     spec: DTensorSpec = like._spec  # type: ignore[attr-defined]
     made: type[DTensor] = kind or type(like)  # type: ignore[assignment]
@@ -322,7 +320,6 @@ def _no_change(gradient: torch.Tensor) -> None:
 base_of: Callable[[torch.Tensor], torch.Tensor | None] = operator.attrgetter("_base")
 """The tensor that a tensor is a view of, None if it is not a view."""
 
-
 runs_in_this_backward: Callable[[Any], bool] = torch._C._will_engine_execute_node
 """Whether the current backward will execute a node, or has."""
 
@@ -347,10 +344,7 @@ NOTES_ON_MODULES = (REGISTRY_KEY, STATE_KEY)
 
 
 def register_with_stock(module: nn.Module, state: object) -> None:
-    """Makes `torch.distributed.fsdp.fully_shard.state(module)` return `state`, for torch's own pipelining.
-
-    The key is the undecorated function, as in `torch.distributed._composable.contract`.
-    """
+    """Makes `torch.distributed.fsdp.fully_shard.state(module)` return `state`, for torch's own pipelining."""
     module.__dict__.setdefault(STATE_KEY, {})[STOCK_FUNCTIONS["fully_shard"].__wrapped__] = state
 
 
@@ -420,10 +414,7 @@ def grad_dtype_of(parameter: torch.Tensor) -> tuple[bool, torch.dtype | None]:
 
 
 def apply_to_tensors(module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Replaces each parameter and buffer by the result of `change`, like `Module.to` and `Module.to_empty`.
-
-    Unlike those, it passes the module's own tensor objects to `change`, which can pick the ones to change.
-    """
+    """Replaces each parameter and buffer by the result of `change`, which gets the module's own tensor objects."""
     module._apply(change)
 
 
@@ -501,10 +492,12 @@ reduce_scatter_flat: Callable[..., Any] = (
 )
 
 
+# One launch of several collectives: the calls behind c10d's coalescing manager, without its bookkeeping.
+
+
 def all_gather_coalesced(
     group: ProcessGroup, outputs: list[torch.Tensor], inputs: list[torch.Tensor], async_op: bool
 ) -> Work:
-    """One launch of several all-gathers: the call behind c10d's coalescing manager, without its bookkeeping."""
     options = torch._C._distributed_c10d.AllgatherOptions()
     options.asyncOp = async_op
     call = getattr(group, "all_gather_single_coalesced", None) or group.allgather_into_tensor_coalesced
@@ -514,9 +507,7 @@ def all_gather_coalesced(
 def reduce_scatter_coalesced(
     group: ProcessGroup, outputs: list[torch.Tensor], inputs: list[torch.Tensor], op: Any, async_op: bool
 ) -> Work:
-    """One launch of several reduce-scatters: the call behind c10d's coalescing manager, without its bookkeeping."""
     options = torch._C._distributed_c10d.ReduceScatterOptions()
-    options.reduceOp = op
-    options.asyncOp = async_op
+    options.reduceOp, options.asyncOp = op, async_op
     call = getattr(group, "reduce_scatter_single_coalesced", None) or group.reduce_scatter_tensor_coalesced
     return cast(Work, call(outputs, inputs, options))

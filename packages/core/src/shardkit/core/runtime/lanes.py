@@ -1,9 +1,8 @@
 """Programs that run beside the computation, in launch order.
 
-A *program* is a communication written as a generator, so that one body serves CPU and streams. There are two kinds of
-lane and no threads. A `CpuLane` relies on the backend's own progress thread: works progress by themselves, and the
-owner of the program's ticket runs the local work between them. A `StreamLane` queues a whole program on a separate
-stream at once. Both have the same methods.
+A *program* is a communication written as a generator, so that one body serves CPU and streams. With a `CpuLane` works
+progress on the backend's own thread, and the owner of the program's ticket runs the local work between them. A
+`StreamLane` queues a whole program on a separate stream at once. Both have the same methods.
 
 Failure: any error of a program or its works is raised by `start`, `wait_for_stage` or `wait` as a `RuntimeError` with
 the label, so that a timeout shows which group was waiting.
@@ -116,14 +115,13 @@ _UNHEARD = contextlib.nullcontext()
 class CpuTicket:
     """A program between two of its yields, and the works it waits on. It runs to its first yield at once.
 
-    `done` says whether it was waited for, and `has_stages` whether `wait_for_stage` has more to do: until the end,
-    because waiting drives the program. `finished` is for streams.
+    `has_stages` says whether `wait_for_stage` has more to do: until the end, because waiting drives the program.
     """
 
     def __init__(self, program: Program, label: str, name: str, keep_alive: Sequence[torch.Tensor]) -> None:
         self.done = False
         self.has_stages = True
-        self.finished: Any = None
+        self.finished: Any = None  # for streams
         self._program: Program | None = program
         self._label = label
         self._name = name
@@ -234,10 +232,6 @@ class StreamLane:
     that was allocated earlier on that stream does not belong to the graph, and others would get it between two replays.
     So a lane joins the graph before it allocates. Its programs are waited for in any case, so the captured stream gets
     the lane back. A replay does not repeat a gather from before the capture; waiting for one in a capture is an error.
-
-    Attributes:
-        name: the purpose of its programs, for messages.
-        sources_read: an event where the program started last has read its sources.
     """
 
     has_streams = True
@@ -246,13 +240,12 @@ class StreamLane:
         self.name = name
         self.device = device
         self._priority = priority
-        self.sources_read: Any = None
+        self.sources_read: Any = None  # an event where the program started last has read its sources
         self._module: Any = torch.get_device_module(device)
         self.is_captured: Callable[[], bool] = getattr(self._module, "is_current_stream_capturing", lambda: False)
 
     @functools.cached_property
     def stream(self) -> Any:
-        """The lane's stream."""
         return self._module.Stream(device=self.device, priority=self._priority)
 
     @functools.cached_property
@@ -337,11 +330,9 @@ class StreamLane:
         self.stream.wait_event(event)
 
     def current_stream(self) -> Any:
-        """The stream that this thread currently computes on."""
         return self._module.current_stream(self.device)
 
     def current_event(self) -> Any:
-        """An event on the current stream, after all work queued there now."""
         return self.current_stream().record_event()
 
     def owning_memory(self) -> contextlib.AbstractContextManager[Any]:

@@ -20,10 +20,7 @@ _WHOLE = "_shardkit_whole"  # on the storage of a part: the buffer that it is a 
 
 
 def allocate_storage(tensor: torch.Tensor, fqn: str = "", kind: StorageKind = "unsharded") -> None:
-    """Allocate the storage of ``tensor``, including the elements before it. No-op if it is allocated.
-
-    ``tensor`` is dense and is the furthest reaching view of its storage. The contents are undefined.
-    """
+    """Allocates the storage of ``tensor``, a dense one that reaches furthest into it. No-op if it is allocated."""
     storage = tensor.untyped_storage()
     nbytes = int(tensor.storage_offset() + tensor.numel()) * tensor.itemsize
     if storage.nbytes() == nbytes:
@@ -42,7 +39,7 @@ def allocate_missing(tensors: Iterable[torch.Tensor], sizes: Iterable[int], fqn:
 
 
 def free_storage(tensor: torch.Tensor, fqn: str = "", kind: StorageKind = "unsharded") -> None:
-    """Free the memory under ``tensor`` and all views of the same storage. No-op if it is already free."""
+    """Frees the memory under ``tensor`` and all views of the same storage. No-op if it is already free."""
     storage = tensor.untyped_storage()
     nbytes = storage.nbytes()
     if nbytes == 0:

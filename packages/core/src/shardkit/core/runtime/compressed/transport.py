@@ -38,21 +38,18 @@ class GatherRows:
     """A plan's rows by runs of ranks, and this rank's own row. In the buffer each takes `row_nbytes`."""
 
     def __init__(self, plan: GatherPlan, transport: CompressedTransport) -> None:
-        policy = transport.policy
-        layouts = [item.layout for item in plan.items]
-        self.formats = [_gather_format(policy, item) for item in plan.items]
-        self.runs = rows_of(layouts, self.formats)
+        self.formats = [_gather_format(transport.policy, item) for item in plan.items]
+        self.runs = rows_of([item.layout for item in plan.items], self.formats)
         self.row_nbytes = max(run.row.nbytes for run in self.runs)
         (self.own,) = (run.row for run in self.runs if run.first <= plan.rank < run.first + run.ranks)
         self.nbytes = self.row_nbytes * transport.world_size
-        self.wire_nbytes = self.nbytes - self.row_nbytes
 
 
 class ReduceRows:
-    """A plan's rows: row `r` is sent by every rank to rank `r`, in bytes.
+    """A plan's rows: row `r` is sent by every rank to rank `r`. `peers` are those of all ranks except this one.
 
-    `peers` are the rows of all ranks except this one, `own` is its own; `sent` and `received` are the sizes of the
-    buffers' parts, and `sent_at` and `received_at` their places, with the ends. A rank's own part is empty.
+    `sent` and `received` are the sizes of the buffers' parts in bytes, `sent_at` and `received_at` their places, with
+    the ends. A rank's own part is empty.
     """
 
     def __init__(self, plan: ReducePlan, transport: CompressedTransport) -> None:
@@ -103,8 +100,6 @@ class CompressedTransport(Transport):
         buffer: torch.Tensor = self._over.buffer(numel, dtype, label, kind)
         return buffer
 
-    # -- gathers -------------------------------------------------------------------------------------------------------
-
     def gather_buffer_bytes(self, plan: GatherPlan) -> int:
         return self._gather_rows(plan).nbytes
 
@@ -132,15 +127,13 @@ class CompressedTransport(Transport):
         for item, start, nbytes, _ in rows.own.chunks:
             rows.formats[item].write(sources[item].to(buffer.device).reshape(-1), own[start : start + nbytes])
         note_sources_read()
-        with reported(plan, launched, rows.wire_nbytes, torch.uint8):
+        with reported(plan, launched, rows.nbytes - rows.row_nbytes, torch.uint8):
             try:
                 if rows.nbytes:
                     yield self._over.all_gather([buffer])
                 _unpack(plan, rows, flats, buffer)
             finally:
                 note_freed(buffer, plan.label, "packed")
-
-    # -- reductions ----------------------------------------------------------------------------------------------------
 
     def reduce(self, plan: ReducePlan, grads: list[torch.Tensor], mean: Mean) -> Reduction:
         rows = self._reductions.get(plan)

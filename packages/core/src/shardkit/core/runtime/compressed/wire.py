@@ -70,36 +70,28 @@ class Int8Blocks:
         return self._codes_bytes(numel) + -(-numel // self.block) * _SCALE_BYTES
 
     def write(self, values: torch.Tensor, wire: torch.Tensor) -> None:
-        codes, scales = self._parts(wire, values.shape[-1])
-        for rows, codes_of, scales_of in self._blocks(values, codes, scales):
-            _quantize(rows, codes_of, scales_of)
+        for rows, codes, scales in self._blocks(values, wire):
+            _quantize(rows, codes, scales)
 
     def read(self, wire: torch.Tensor, values: torch.Tensor) -> None:
-        codes, scales = self._parts(wire, values.shape[-1])
-        for rows, codes_of, scales_of in self._blocks(values, codes, scales):
-            torch.mul(codes_of, scales_of.unsqueeze(-1), out=rows)
+        for rows, codes, scales in self._blocks(values, wire):
+            torch.mul(codes, scales.unsqueeze(-1), out=rows)
 
     def _codes_bytes(self, numel: int) -> int:
         return -(-numel // _SCALE_BYTES) * _SCALE_BYTES
 
-    def _parts(self, wire: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return wire[..., :numel].view(torch.int8), wire[..., self._codes_bytes(numel) :].view(torch.float32)
-
     def _blocks(
-        self, values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor
-    ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        self, values: torch.Tensor, wire: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """The full blocks as rows of matrices, then the rest as one shorter row: views, with codes and scales."""
         numel = values.shape[-1]
+        codes, scales = wire[..., :numel].view(torch.int8), wire[..., self._codes_bytes(numel) :].view(torch.float32)
         full = numel // self.block
-        cut = full * self.block
-        size = (full, self.block)
-        parts = []
+        cut, size = full * self.block, (full, self.block)
         if full:
-            whole = values[..., :cut].unflatten(-1, size), codes[..., :cut].unflatten(-1, size)
-            parts.append((*whole, scales[..., :full]))
+            yield values[..., :cut].unflatten(-1, size), codes[..., :cut].unflatten(-1, size), scales[..., :full]
         if cut < numel:
-            parts.append((values[..., cut:].unsqueeze(-2), codes[..., cut:].unsqueeze(-2), scales[..., full:]))
-        return parts
+            yield values[..., cut:].unsqueeze(-2), codes[..., cut:].unsqueeze(-2), scales[..., full:]
 
 
 WireFormat: TypeAlias = AsDtype | Int8Blocks
@@ -119,16 +111,12 @@ def _quantize(rows: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> 
 
 @dataclass(frozen=True)
 class Row:
-    """One rank's chunk of every item, concatenated.
-
-    `chunks` are (item, first byte, bytes, elements) of the chunks that are not empty.
-    """
+    """One rank's chunks, concatenated: (item, first byte, bytes, elements) of those that are not empty."""
 
     chunks: tuple[tuple[int, int, int, int], ...]
 
     @cached_property
-    def nbytes(self) -> int:
-        """Bytes of the row; a multiple of 16, so that rows can be concatenated."""
+    def nbytes(self) -> int:  # a multiple of 16, so that rows can be concatenated
         return _aligned(self.chunks[-1][1] + self.chunks[-1][2]) if self.chunks else 0
 
 
@@ -175,11 +163,10 @@ def format_of(kind: str | None, block: int, layout: ChunkLayout, dtype: torch.dt
     Vectors are not compressed: norms and biases are few bytes and matter for the result. Neither are items that are no
     wider than the compressed form, or not floating-point.
     """
-    compressed: WireFormat = Int8Blocks(block) if kind == "int8" else AsDtype(torch.bfloat16, lossless=False)
     itemsize = 1 if kind == "int8" else 2
     if kind is None or len(layout.shape) < 2 or not dtype.is_floating_point or dtype.itemsize <= itemsize:
         return AsDtype(dtype, lossless=True)
-    return compressed
+    return Int8Blocks(block) if kind == "int8" else AsDtype(torch.bfloat16, lossless=False)
 
 
 def _aligned(nbytes: int) -> int:

@@ -47,14 +47,9 @@ def neighbours_of(group: dist.ProcessGroup) -> Neighbours | None:
 
 @dataclass(frozen=True)
 class _Invitation:
-    """How the other ranks reach this one.
+    """How the other ranks reach this one: for each, the path of the pipe's end to write to, and the pipe's inode."""
 
-    Attributes:
-        host: identity of its host, user and namespaces; empty: it does not share memory.
-        pipes: for each rank, the path of the pipe's end that it shall write to, and the pipe's inode.
-    """
-
-    host: str = ""
+    host: str = ""  # identity of its host, user and namespaces; empty: it does not share memory
     pipes: Sequence[tuple[str, int]] = ()
 
 

@@ -73,7 +73,6 @@ class Table:
         return segment.number, offset, tensor.numel(), str(tensor.dtype).removeprefix("torch.")
 
     def describe(self) -> dict[str, Any]:
-        """The table as its peers get it."""
         return {
             "label": self.label,
             "gradients": [*self.gradients.items()],
@@ -95,7 +94,7 @@ class PeerTable:
 
     @cached_property
     def tensors(self) -> list[torch.Tensor]:
-        """The tensors. To be read first within an operation for which the peer keeps their memory."""
+        # To be read first within an operation for which the peer keeps their memory.
         with torch.inference_mode(False):  # sums are made in them, whatever mode was active when they arrived
             for number, path in self._described["segments"]:
                 self._memory[number] = self._mapped.get(number) or Mapping(path)
@@ -107,30 +106,18 @@ class PeerTable:
 
 
 class Posting:
-    """This rank's part of one operation. `release` must follow in any case.
-
-    Attributes:
-        readers: the peers that have yet to read it.
-        peers: after `wait`, each rank's tensors; None for this rank's.
-        released: whether this rank has read the peers' parts, or gives them up.
-    """
+    """This rank's part of one operation. `release` must follow in any case."""
 
     def __init__(self, neighbours: Neighbours, number: int, table: Table) -> None:
         self.number, self.table = number, table
-        self.readers = set(neighbours.peers)
-        self.peers: list[list[torch.Tensor] | None] = []
+        self.readers = set(neighbours.peers)  # those that have yet to read it
+        self.peers: list[list[torch.Tensor] | None] = []  # after `wait`: each rank's tensors, None for this rank's
         self.released = False
         self._neighbours = neighbours
         self._failed = False
 
     def wait(self) -> None:
-        """Waits until all peers have posted.
-
-        Raises:
-            ConnectionError: if a peer's process has ended.
-            TimeoutError: after the group's timeout.
-            RuntimeError: if a peer runs another group, or has gradients of other parameters.
-        """
+        """Waits until all peers have posted. Raises if one has ended, is late, or is at another group."""
         if self._failed:  # clean-up after an error waits again for everything that may be in flight
             return
         self._failed = True
@@ -184,7 +171,6 @@ class Neighbours:
         _everyone.add(self)
 
     def close(self) -> None:
-        """Closes all connections of this process."""
         for connection in self._connections.values():
             connection.close()
 

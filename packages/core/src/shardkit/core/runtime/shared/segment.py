@@ -34,10 +34,10 @@ _segments: weakref.WeakSet[Segment] = weakref.WeakSet()
 
 
 class Segment(mmap.mmap):
-    """`nbytes` of zeroed memory. Tensors over it keep it alive; a peer needs `fd` to map it.
+    """`nbytes` of zeroed memory, numbered in its process. Tensors over it keep it alive.
 
-    `number` identifies a segment of a process. Operations in which peers read it keep it alive, so its pages are freed
-    at once when it is freed, although peers map it until they are told.
+    Operations in which peers read it keep it alive, too, so its pages are freed at once when it is freed, although
+    peers map it until they are told.
     """
 
     number: int
@@ -64,7 +64,6 @@ class Segment(mmap.mmap):
 
     @property
     def path(self) -> str:
-        """Where another process of this user can open it, as long as it lives."""
         return path_of(self.fd)
 
     def __del__(self) -> None:
@@ -149,7 +148,6 @@ class Mapping:
             os.close(fd)
 
     def tensor(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A 1-D tensor from byte `offset` on."""
         return self._bytes.narrow(0, offset, numel * dtype.itemsize).view(dtype)
 
 

@@ -31,8 +31,7 @@ from shardkit.core.torch_compat import foreach_copy_
 Specs: TypeAlias = tuple[tuple[int, torch.dtype], ...]
 """Elements and dtype of each tensor of a parcel."""
 
-
-# At most this many: groups share parcels, and parameters used at random create new sets of gradients.
+# Groups share parcels, and parameters used at random create new sets of gradients.
 _MOST_CUTS = 256
 
 
@@ -59,10 +58,7 @@ class Parcel:
 
 
 class Outbox:
-    """This rank's parcels. Memory is kept between steps and reused when all peers have read it.
-
-    If no parcel that all peers have read is large enough for the next use, those parcels are freed first.
-    """
+    """This rank's parcels, kept between steps. If none that all peers have read is large enough, those are freed."""
 
     def __init__(self) -> None:
         self._parcels: list[Parcel] = []
@@ -99,7 +95,8 @@ class GatherBinding:
 
     def matches(self, sources: Sequence[torch.Tensor], flats: Sequence[torch.Tensor]) -> bool:
         """Whether these are the same tensor objects, over the same memory (pickling moves a tensor, `set_` may)."""
-        same = _same(self.sources, sources) and _same(self.flats, flats)
+        known, seen = [*self.sources, *self.flats], [*sources, *flats]
+        same = len(known) == len(seen) and all(map(is_, known, seen))
         return same and self._addresses == [source.data_ptr() for source in sources]
 
     def copies(
@@ -127,10 +124,6 @@ class GatherBinding:
         return self._copies
 
 
-def _same(these: Sequence[torch.Tensor], those: Sequence[torch.Tensor]) -> bool:
-    return len(these) == len(those) and all(map(is_, these, those))
-
-
 def _slots(plan: GatherPlan, flat: torch.Tensor, i: int) -> tuple[torch.Tensor, ...]:
     """Each rank's part of an unsharded tensor, whichever dim is cut; the last ranks may have none."""
     layout = plan.items[i].layout
@@ -149,7 +142,6 @@ class SharedTransport(Transport):
         super().__init__(group, device)
         self._outbox = Outbox()
         self._neighbours = neighbours
-        # Bindings of gathers to the tensors that a plan was last used with.
         self._bindings: WeakKeyDictionary[GatherPlan, GatherBinding] = WeakKeyDictionary()
         self._read_by_peers: list[Posting] = []
 
@@ -161,8 +153,6 @@ class SharedTransport(Transport):
                 self._read_by_peers.remove(posting)
                 raise
             self._read_by_peers.remove(posting)
-
-    # -- gathers -------------------------------------------------------------------------------------------------------
 
     def gather(self, plan: GatherPlan, sources: Sequence[torch.Tensor], flats: Sequence[torch.Tensor]) -> Program:
         launched = time.perf_counter()
@@ -194,8 +184,6 @@ class SharedTransport(Transport):
             foreach_copy_([tensor.view(source.shape) for tensor, source in filled], [source for _, source in filled])
         parcel.posting = self._neighbours.post(table)
         return parcel.posting
-
-    # -- reductions ----------------------------------------------------------------------------------------------------
 
     def reduce(self, plan: ReducePlan, grads: list[torch.Tensor], mean: Mean) -> Reduction:
         launched, mean = time.perf_counter(), mean.as_sum(self.world_size)
