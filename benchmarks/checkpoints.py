@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
-from benchmarks.side_by_side.memory import MemoryMeter
+from benchmarks.side_by_side.meters import MemoryMeter
 from benchmarks.side_by_side.networks import GPT
 from benchmarks.turns import Seconds, in_turn, milliseconds, ratio, slowest, timed
 from shardkit.core.checkpoint import CheckpointManager, TrainingState
@@ -110,7 +110,7 @@ def memory(rank: int, world_size: int, path: Path, ours: bool) -> tuple[int, int
         else:
             dcp.async_save(state_of(model, optimizer), checkpoint_id=path / "stock").result()
 
-    return sharded, MemoryMeter(torch.device("cpu")).held_during(save) or 0
+    return sharded, MemoryMeter(torch.device("cpu")).held_during(save)
 
 
 def loading(rank: int, world_size: int, path: Path, rounds: int) -> Seconds:

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from side_by_side.link import RATES, NoLink, Side, shaped_link
-from side_by_side.memory import MemoryMeter
+from side_by_side.meters import MemoryMeter
 from side_by_side.networks import GPT
 from side_by_side.surroundings import surroundings
 from torch import multiprocessing

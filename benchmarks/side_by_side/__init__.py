@@ -3,6 +3,5 @@
 networks.py   the networks            workloads.py  a network, its batch and precision under one name
 systems.py    who shards it           rank.py       one rank process of one system
 crew.py       all ranks of a system   run.py        turns of all crews, and their results
-memory.py  traffic.py                 meters of one rank
-ratios.py  table.py                   from samples to a table
+meters.py     meters of one rank      ratios.py     from samples to a table
 """

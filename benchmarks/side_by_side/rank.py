@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 
 from side_by_side.link import Side
-from side_by_side.memory import MemoryMeter
+from side_by_side.meters import MemoryMeter, c10d_calls, socket_bytes
 from side_by_side.systems import SYSTEMS, Place, optimizers_for
-from side_by_side.traffic import c10d_calls, socket_bytes
 from side_by_side.workloads import WORKLOADS
 
 _BATCHES = 4
@@ -118,17 +117,11 @@ class Trainer:
         if self.device.type == "cpu":
             counts["socket_bytes"] = socket_bytes(self._step)
         self._meet()
-        if (held := self._held()) is not None:
-            counts["held"] = held
+        if self.device.type == "cpu":
+            counts["held"] = max(self.memory.held_during(self._step) for _ in range(_HELD_STEPS))
         self._meet()
         counts["calls"] = c10d_calls(self._step)
         return counts
-
-    def _held(self) -> int | None:
-        if self.device.type == "cuda":
-            return None
-        peaks = [self.memory.held_during(self._step) for _ in range(_HELD_STEPS)]
-        return None if None in peaks else max(peaks)
 
     def _forward(self) -> torch.Tensor:
         tokens, targets = self.batches[self.steps_done % _BATCHES]

@@ -1,4 +1,4 @@
-"""From samples to rows: absolute medians, and ratios of the first system to each other one."""
+"""From samples to rows, with ratios of the first system to each other one, and from rows to text for people."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -52,7 +52,7 @@ def rows_of(measured: dict[str, Measured], device: str) -> list[Row]:
     if all("held" in one.traffic for one in measured.values()):
         label = "peak memory, shared pages by shares"
         rows.append(_single("held", label, _MIB, measured, lambda one: one.traffic["held"]))
-    if all(one.traffic.get("socket_bytes") is not None for one in measured.values()):
+    if all("socket_bytes" in one.traffic for one in measured.values()):
         rows.append(_single("wire", "bytes a rank sends", _MIB, measured, lambda one: one.traffic["socket_bytes"]))
     rows.append(
         _single("calls", "c10d calls of a rank", _COUNT, measured, lambda one: sum(one.traffic["calls"].values()))
@@ -102,3 +102,44 @@ def _ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
     each = [mine / other for mine, other in zip(ours, theirs, strict=True)]
     low, _, high = quantiles(each, n=4, method="inclusive") if len(each) > 1 else each * 3
     return Ratio(median(each), low, high, min(each), max(each), len(each))
+
+
+def absolute_table(rows: Sequence[Row], systems: Sequence[str]) -> str:
+    """Medians over the rounds, one column for each system."""
+    lines = [["median over the rounds", *systems]]
+    for row in rows:
+        lines.append([f"{row.label} {row.unit}".rstrip(), *(_number(row.absolute.get(name)) for name in systems)])
+    return _aligned(lines)
+
+
+def ratio_table(rows: Sequence[Row], first: str, others: Sequence[str]) -> str:
+    """Medians of the ratios of each round, with their extremes."""
+    lines = [[f"{first} / ...", *others]]
+    for row in rows:
+        if row.ratios:
+            lines.append([row.label, *(_spread(row.ratios.get(name)) for name in others)])
+    return _aligned(lines)
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.2f}" if abs(value) < 10 else f"{value:.0f}"
+
+
+def _spread(ratio: Ratio | None) -> str:
+    if ratio is None:
+        return "-"
+    if ratio.rounds == 1:
+        return f"{ratio.median:.2f}"
+    return f"{ratio.median:.2f} [{ratio.least:.2f}-{ratio.most:.2f}]"
+
+
+def _aligned(lines: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    text = []
+    for line in lines:
+        label, *cells = line
+        text.append("  ".join([label.ljust(widths[0]), *(c.rjust(w) for c, w in zip(cells, widths[1:], strict=True))]))
+    text.insert(1, "-" * len(text[0]))
+    return "\n".join(text)

@@ -152,7 +152,7 @@ def _per_rank(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     largest.
     """
     joined = dict(ranks[0])
-    if joined.get("socket_bytes") is not None:
+    if "socket_bytes" in joined:
         joined["socket_bytes"] = sum(counts["socket_bytes"] for counts in ranks) // len(ranks)
     if "held" in joined:
         joined["held"] = max(counts["held"] for counts in ranks)

@@ -1,12 +1,16 @@
-"""The index of errors: it reads every `raise` of the packages, and each error has a cause and a remedy."""
+"""Generated pages: every error with cause and remedy, every public name, every command."""
 
 import ast
 import sys
+
+import pytest
 
 from tests.packaging.workspace import ROOT
 
 sys.path.insert(0, str(ROOT / "website"))
 
+import api_reference
+import command_reference
 import error_index
 
 
@@ -60,3 +64,22 @@ def test_the_page_has_errors_of_every_package():
     rows = [line for line in page.splitlines() if line.startswith("| ") and not line.startswith("| error |")]
     assert len(rows) > 500
     assert [row for row in rows if "|  |" in row] == []
+
+
+def test_every_public_name_has_a_docstring():
+    assert api_reference.undocumented() == []
+
+
+def test_the_reference_has_the_public_names():
+    core = api_reference.pages()["core.md"]
+    for name in ("fully_shard.fully_shard", "module.FSDPModule", "clip.clip_grad_norm_", "policies.AllGather"):
+        assert f"::: shardkit.core.{name}\n" in core
+    assert "::: shardkit.tools.estimating.job.TrainingJob\n" in api_reference.pages()["tools.md"]
+
+
+def test_every_command_is_there_with_its_options(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    page = command_reference.page()
+    for command in ("estimate", "watch", "run", "checkpoint reshard", "migrate script"):
+        assert f"## `shardkit {command}`" in page
+    assert "--fallback" in page and "--fail-on" in page

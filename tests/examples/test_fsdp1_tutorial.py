@@ -26,7 +26,7 @@ def run(script: Path, directory: Path, *arguments: str) -> list[tuple[float, flo
 @pytest.mark.parametrize(
     "arguments", [("--use-orig-params",), ("--strategy", "SHARD_GRAD_OP", "--bfloat16")], ids=" ".join
 )
-def test_the_losses_are_those_of_stock(arguments: tuple[str, ...], tmp_path: Path):
+def test_the_losses_are_those_of_stock(arguments: tuple[str, ...], tmp_path):
     ours = tmp_path / "train_on_shardkit.py"
     result = rewrite(SCRIPT.read_text())
     (finding,) = result.findings  # a word about no_sync(), whose gradients the script never drops

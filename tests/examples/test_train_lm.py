@@ -34,7 +34,7 @@ SMALL = [
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def text(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("text") / "rhyme.txt"
     path.write_text("The quick brown fox jumps over the lazy dog.\n" * 200)
     return path
@@ -49,7 +49,7 @@ def run_job(*flags: str | Path, script: Path = EXAMPLE, **env: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
+def finished(tmp_path_factory, text: Path) -> Path:
     """The directory of a run of six steps on two processes that nothing interrupted."""
     out = tmp_path_factory.mktemp("runs") / "finished"
     run_job(*SMALL, "--nproc", "2", "--data", text, "--out", out)
@@ -57,7 +57,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
 
 
 @pytest.fixture
-def broken_off(finished: Path, tmp_path: Path) -> Path:
+def broken_off(finished: Path, tmp_path) -> Path:
     """A copy of the run as if it had been killed while it wrote its last checkpoint."""
     out = tmp_path / "broken_off"
     shutil.copytree(finished, out)
@@ -68,7 +68,7 @@ def broken_off(finished: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[list[str]], int]]:
+def launcher(monkeypatch) -> Iterator[Callable[[list[str]], int]]:
     """The `main` of `python examples/train_lm`, in this process: its checks start no other."""
     monkeypatch.syspath_prepend(str(EXAMPLE))
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
@@ -131,7 +131,7 @@ def test_learns_and_leaves_everything_behind(finished: Path) -> None:
     assert len((finished / "sample.txt").read_bytes()) >= 64 + 8
 
 
-def test_resuming_is_exact(finished: Path, broken_off: Path, text: Path, tmp_path: Path) -> None:
+def test_resuming_is_exact(finished: Path, broken_off: Path, text: Path, tmp_path) -> None:
     printed = run_job(*SMALL, "--nproc", "2", "--data", text, "--out", broken_off, "--resume")
     assert "step-000003" in printed
     assert "note:" not in printed
@@ -140,7 +140,7 @@ def test_resuming_is_exact(finished: Path, broken_off: Path, text: Path, tmp_pat
     assert (broken_off / "sample.txt").read_bytes() == (finished / "sample.txt").read_bytes()
 
 
-def test_ctrl_c_says_how_to_go_on_and_a_new_run_moves_the_old_one_aside(text: Path, tmp_path: Path) -> None:
+def test_ctrl_c_says_how_to_go_on_and_a_new_run_moves_the_old_one_aside(text: Path, tmp_path) -> None:
     out = tmp_path / "run"
     out.mkdir()
     (out / "metrics.jsonl").touch()
@@ -181,7 +181,7 @@ def test_resuming_on_one_process_instead_of_two(finished: Path, broken_off: Path
 
 @pytest.mark.slow
 def test_muon_learns_and_resumes_on_any_number_of_processes(
-    finished: Path, text: Path, tmp_path: Path, launcher: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str]
+    finished: Path, text: Path, tmp_path, launcher: Callable[[list[str]], int], capsys
 ) -> None:
     """Matrices whole on one process each: other losses than AdamW's, the same on any number of processes."""
     out, moved = tmp_path / "muon", tmp_path / "moved"
@@ -207,7 +207,7 @@ def test_muon_learns_and_resumes_on_any_number_of_processes(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["step", "files", "activations"])
-def test_offload_changes_nothing(finished: Path, broken_off: Path, text: Path, tmp_path: Path, what: str) -> None:
+def test_offload_changes_nothing(finished: Path, broken_off: Path, text: Path, tmp_path, what: str) -> None:
     """A run without offload goes on with it: the same bits."""
     run_job(*SMALL, "--offload", what, "--nproc", "2", "--data", text, "--out", broken_off, "--resume")
     assert (broken_off / "offload").is_dir() is (what != "step")
@@ -216,7 +216,7 @@ def test_offload_changes_nothing(finished: Path, broken_off: Path, text: Path, t
 
 
 @pytest.mark.slow
-def test_tensor_parallelism_changes_nothing(finished: Path, broken_off: Path, text: Path, tmp_path: Path) -> None:
+def test_tensor_parallelism_changes_nothing(finished: Path, broken_off: Path, text: Path, tmp_path) -> None:
     """A run of two processes goes on as one of 2x2: the same losses, and a checkpoint of the same values."""
     printed = run_job(*SMALL, "--tp", "2", "--data", text, "--out", broken_off, "--resume")
     assert "on 4 processes" in printed
@@ -233,7 +233,7 @@ def test_tensor_parallelism_changes_nothing(finished: Path, broken_off: Path, te
             torch.testing.assert_close(seen[name], expected[name], rtol=1e-3, atol=1e-4, msg=name)
 
 
-def test_an_error_on_one_rank_ends_all_and_is_printed_once(tmp_path: Path) -> None:
+def test_an_error_on_one_rank_ends_all_and_is_printed_once(tmp_path) -> None:
     script = tmp_path / "one_rank_fails.py"
     script.write_text(
         textwrap.dedent(f"""
@@ -279,11 +279,7 @@ def test_an_error_on_one_rank_ends_all_and_is_printed_once(tmp_path: Path) -> No
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(
-    launcher: Callable[[list[str]], int],
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    flags: list[str],
-    message: str,
+    launcher: Callable[[list[str]], int], capsys, tmp_path, flags: list[str], message: str
 ) -> None:
     if "empty" in flags[-1]:
         (tmp_path / "empty.py").touch()
@@ -294,13 +290,13 @@ def test_bad_input_is_one_line_and_exit_code_2(
 
 
 @pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="needs a file that even root cannot read")
-def test_an_unreadable_file(launcher: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unreadable_file(launcher: Callable[[list[str]], int], capsys) -> None:
     assert launcher(["--data", "/proc/self/mem"]) == 2
     assert "train_lm: error: --data /proc/self/mem: cannot be read: " in capsys.readouterr().err
 
 
 def test_a_checkpoint_of_another_model(
-    launcher: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str], broken_off: Path, text: Path
+    launcher: Callable[[list[str]], int], capsys, broken_off: Path, text: Path
 ) -> None:
     flags = [*SMALL, "--data", str(text), "--out", str(broken_off), "--resume"]
     assert launcher([*flags, "--width", "64"]) == 2

@@ -76,7 +76,7 @@ CASES += [
 
 @pytest.mark.parametrize(("case", "world_size"), CASES, ids=str)
 @on_ranks()
-def test_files_go_both_ways(rank: int, world_size: int, case: Case, tmp_path: Path) -> None:
+def test_files_go_both_ways(rank: int, world_size: int, case: Case, tmp_path) -> None:
     """Ours goes on from a file as stock does, even if the file is wrong (see the test below)."""
     expected = write(rank, case, tmp_path)
     dist.barrier()
@@ -113,7 +113,7 @@ def test_full_optimizer_state_is_right_where_stock_is_not(rank: int, world_size:
         model, optimizer = engine.start(setting, 0)
         train(model, optimizer, rank, range(2))
         names = engine.api
-        with names.FSDP.state_dict_type(model, names.StateDictType.SHARDED_STATE_DICT):
+        with engine.of_type("SHARDED", model):
             sharded = names.FSDP.optim_state_dict(model, optimizer)["state"]["inp.weight"]["exp_avg"]
         full = engine.state_of("FULL", model, optimizer)["optim"]["state"]["inp.weight"]
         row = sharded.local_shards()[0]
@@ -138,7 +138,7 @@ def load_distributed(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     names = reader.api
     model, optimizer = reader.start(setting, 1)
-    with names.FSDP.state_dict_type(model, names.StateDictType.SHARDED_STATE_DICT):
+    with reader.of_type("SHARDED", model):
         state = {"model": model.state_dict()}
         dcp.load(state, checkpoint_id=directory)
         model.load_state_dict(state["model"])
@@ -161,7 +161,7 @@ def load_distributed(
     ids=str,
 )
 def test_distributed_checkpoints_on_another_world_size(
-    writer: Engine, reader: Engine, sizes: tuple[int, int], tmp_path: Path
+    writer: Engine, reader: Engine, sizes: tuple[int, int], tmp_path
 ):
     setting = Setting(optimizer="momentum")
     saved = run_ranks(sizes[0], save_distributed, writer, setting, tmp_path)[0]
@@ -235,7 +235,7 @@ def load(rank: int, world_size: int, engine: Engine, path: Path) -> dict[str, An
 
 
 @pytest.mark.parametrize(("writer", "reader", "world_size"), [(STOCK, OURS, 2), (OURS, STOCK, 2), (OURS, OURS, 3)])
-def test_sharded_state_dicts_go_both_ways(writer: Engine, reader: Engine, world_size: int, tmp_path: Path):
+def test_sharded_state_dicts_go_both_ways(writer: Engine, reader: Engine, world_size: int, tmp_path):
     expected = run_ranks(2, save, writer, tmp_path)[0]
     found = run_ranks(world_size, load, reader, tmp_path)[0]
     losses, expected_losses = found.pop("losses"), expected.pop("losses")

@@ -379,12 +379,12 @@ def test_errors_of_loading(rank: int, world_size: int) -> None:
     assert result.unexpected_keys == ["nowhere"]
     with pytest.raises(RuntimeError, match=r"'inp.weight' has shape \(2, 2\), the model expects \(5, 4\)"):
         model.load_state_dict({**state, "inp.weight": torch.ones(2, 2)})
-    with names.FSDP.state_dict_type(model, names.StateDictType.SHARDED_STATE_DICT):
+    with OURS.of_type("SHARDED", model):
         sharded = model.state_dict()
     with pytest.raises(RuntimeError, match="SHARDED_STATE_DICT"):
         model.load_state_dict(sharded)
     with (
-        names.FSDP.state_dict_type(model, names.StateDictType.LOCAL_STATE_DICT),
+        OURS.of_type("LOCAL", model),
         pytest.raises(RuntimeError, match="no '_flat_param'"),
     ):
         model.load_state_dict(state)

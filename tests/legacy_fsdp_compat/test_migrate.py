@@ -72,7 +72,7 @@ def write(rank: int, world_size: int, engine: str, setting: Setting, directory: 
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def written(tmp_path_factory) -> Any:
     """Checkpoints by (engine, use_orig_params, world size), made once."""
     made: dict[Any, Written] = {}
 
@@ -110,7 +110,7 @@ CASES = [
 
 @pytest.mark.parametrize(("world_size", "use_orig_params", "kind", "to"), CASES)
 def test_every_kind_of_stock_converts(
-    written: Any, world_size: int, use_orig_params: bool, kind: str, to: str, tmp_path: Path
+    written: Any, world_size: int, use_orig_params: bool, kind: str, to: str, tmp_path
 ):
     source = written(STOCK, use_orig_params, world_size)
     shapes = shapes_of_file(source.path / "shapes.pt")
@@ -131,7 +131,7 @@ def test_every_kind_of_stock_converts(
 
 
 @pytest.mark.parametrize("kind", KINDS[:-1])
-def test_every_kind_of_ours_converts(written: Any, kind: str, tmp_path: Path):
+def test_every_kind_of_ours_converts(written: Any, kind: str, tmp_path):
     source = written(OURS, True, 2)
     checkpoint = open_checkpoint(source.path / kind, shapes_of_file(source.path / "shapes.pt"))
     convert(checkpoint, tmp_path / "out", "dcp")
@@ -142,7 +142,7 @@ def test_the_options_offer_every_format():
     assert (*FORMATS, SHARDED, LOCAL) == TARGETS
 
 
-def test_values_are_right_where_torch_reads_them(written: Any, tmp_path: Path):
+def test_values_are_right_where_torch_reads_them(written: Any, tmp_path):
     """The output is read by torch's and safetensors' own readers."""
     from safetensors.torch import load_file
 
@@ -185,7 +185,7 @@ def load_sharded(rank: int, world_size: int, engine: str, directory: Path) -> tu
 @pytest.mark.parametrize(
     ("engine", "kind"), [(STOCK, "LOCAL"), (OURS, "LOCAL-RAW"), ("owned", "SHARDED"), ("elements", "LOCAL")]
 )
-def test_fsdp2_and_core_load_what_was_converted(written: Any, engine: str, kind: str, tmp_path: Path):
+def test_fsdp2_and_core_load_what_was_converted(written: Any, engine: str, kind: str, tmp_path):
     source = written(STOCK, True, 2)
     checkpoint = open_checkpoint(source.path / kind, shapes_of_file(source.path / "shapes.pt"))
     convert(checkpoint, tmp_path / "out", "dcp")
@@ -223,7 +223,7 @@ def interrupted(source: Path, out: Path, to: str, number: int) -> Path:
 
 
 @pytest.mark.parametrize("to", ["dcp", "safetensors", "full"])
-def test_an_interrupted_conversion_goes_on(written: Any, to: str, tmp_path: Path):
+def test_an_interrupted_conversion_goes_on(written: Any, to: str, tmp_path):
     source = written(STOCK, False, 2)
     with interrupted(source.path / "SHARDED", tmp_path / "out", to, 8).open("a") as journal:
         journal.write('{"name": "torn')  # the line that a power cut tears
@@ -234,7 +234,7 @@ def test_an_interrupted_conversion_goes_on(written: Any, to: str, tmp_path: Path
     assert {name: entry["sha256"] for name, entry in report["tensors"].items()} == done.hashes
 
 
-def test_an_attempt_from_before_a_restart_of_the_system_is_not_believed(written: Any, tmp_path: Path):
+def test_an_attempt_from_before_a_restart_of_the_system_is_not_believed(written: Any, tmp_path):
     """Its journal may have reached the disk although the tensors that it lists have not."""
     source = written(STOCK, False, 2)
     journal = interrupted(source.path / "SHARDED", tmp_path / "out", "full", 5)
@@ -245,7 +245,7 @@ def test_an_attempt_from_before_a_restart_of_the_system_is_not_believed(written:
     assert_holds(tensors_of(open_checkpoint(tmp_path / "out")), source, moments=True)
 
 
-def test_what_changed_between_two_attempts(tmp_path: Path):
+def test_what_changed_between_two_attempts(tmp_path):
     """The output of the first attempt is gone; or the source was replaced by another of the same size."""
     path, out = tmp_path / "full.pt", tmp_path / "out"
     torch.save({"a": torch.ones(4), "b": torch.zeros(4)}, path)
@@ -264,7 +264,7 @@ def test_what_changed_between_two_attempts(tmp_path: Path):
         convert(open_checkpoint(path), out, "safetensors")
 
 
-def test_a_journal_that_is_damaged(tmp_path: Path):
+def test_a_journal_that_is_damaged(tmp_path):
     path, out = tmp_path / "state.pt", tmp_path / "out"
     torch.save({"a": torch.ones(2)}, path)
     journal = interrupted(path, out, "full", 1)
@@ -273,7 +273,7 @@ def test_a_journal_that_is_damaged(tmp_path: Path):
         convert(open_checkpoint(path), out, "full")
 
 
-def test_damaged_output_is_noticed(written: Any, tmp_path: Path):
+def test_damaged_output_is_noticed(written: Any, tmp_path):
     checkpoint = open_checkpoint(written(STOCK, False, 2).path / "SHARDED")
 
     def damage() -> None:
@@ -289,7 +289,7 @@ def test_damaged_output_is_noticed(written: Any, tmp_path: Path):
 
 
 @pytest.fixture
-def copied(written: Any, tmp_path: Path) -> Path:
+def copied(written: Any, tmp_path) -> Path:
     """A copy of the two-rank checkpoints, to damage."""
     source = written(STOCK, False, 2).path
     shutil.copytree(source, tmp_path / "copy")
@@ -319,7 +319,7 @@ def test_a_truncated_file(copied: Path, kind: str):
         open_checkpoint(path.parent)
 
 
-def test_files_of_different_steps(tmp_path: Path):
+def test_files_of_different_steps(tmp_path):
     for rank in range(2):
         state = {"optim": {"state": {"w": {"step": torch.tensor(2.0 + rank)}}}}
         torch.save(state, tmp_path / f"rank{rank}.pt")
@@ -334,7 +334,7 @@ def _of_two_dtypes(rank: int, world_size: int, directory: Path, rows: int) -> No
     torch.save({"w": weight}, directory / f"rank{rank}.pt")
 
 
-def test_parts_of_two_dtypes(tmp_path: Path):
+def test_parts_of_two_dtypes(tmp_path):
     """An empty part may have another dtype, as nobody reads it."""
     run_ranks(2, _of_two_dtypes, tmp_path, 1)
     convert(open_checkpoint(tmp_path), tmp_path / "one", "full")
@@ -356,7 +356,7 @@ def test_local_needs_the_right_shapes(copied: Path):
         open_checkpoint(copied / "LOCAL", {**shapes, "inp.weight": (6, 4)})
 
 
-def test_shapes_of_another_model_name_the_file(tmp_path: Path):
+def test_shapes_of_another_model_name_the_file(tmp_path):
     torch.save({"b": torch.ones(2)}, tmp_path / "state.pt")
     with pytest.raises(CheckpointError, match=r"none of the 1 names of the shapes \(a\) is in .*state.pt; it has b"):
         open_checkpoint(tmp_path / "state.pt", {"a": (2,)})
@@ -374,7 +374,7 @@ def write_two_groups(rank: int, world_size: int, directory: Path) -> None:
     torch.save(state, directory / f"rank{rank}.pt")
 
 
-def test_numbers_that_tell_nothing_are_refused(tmp_path: Path):
+def test_numbers_that_tell_nothing_are_refused(tmp_path):
     """With several groups, only the script knows the order of the parameters."""
     run_ranks(2, write_two_groups, tmp_path)
     shapes = shapes_of(build())
@@ -387,7 +387,7 @@ class Evil:
         return print, ("ran",)
 
 
-def test_code_in_pickles_is_refused(copied: Path, capsys: pytest.CaptureFixture[str]):
+def test_code_in_pickles_is_refused(copied: Path, capsys):
     path = copied / "FULL" / "checkpoint.pt"
     torch.save({"model": {"w": torch.ones(1)}, "extra": Evil()}, path)
     with pytest.raises(CheckpointError, match=r"checkpoint.pt holds more than tensors.*print"):
@@ -414,9 +414,7 @@ def load_rank_file(rank: int, world_size: int, engine: str, use_orig_params: boo
     [("LOCAL", 2, False, 3), ("SHARDED-DCP", 3, True, 2), ("SHARDED", 2, True, 3), ("FULL", 2, False, 4)],
     ids=str,
 )
-def test_rank_files_for_stock(
-    written: Any, kind: str, source_size: int, use_orig_params: bool, ranks: int, tmp_path: Path
-):
+def test_rank_files_for_stock(written: Any, kind: str, source_size: int, use_orig_params: bool, ranks: int, tmp_path):
     source = written(STOCK, use_orig_params, source_size)
     checkpoint = open_checkpoint(source.path / kind, shapes_of_file(source.path / "shapes.pt"))
     names = parameters_in_groups(checkpoint)
@@ -433,7 +431,7 @@ def test_rank_files_for_stock(
     assert_holds(tensors_of(open_checkpoint(tmp_path / "out")), source, moments=True)
 
 
-def test_rank_files_by_command(written: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_rank_files_by_command(written: Any, tmp_path, capsys):
     source = str(written(STOCK, False, 2).path / "FULL")
     assert main([source, str(tmp_path / "out"), "--to", "sharded", "--ranks", "2", "--no-progress"]) == 0
     assert open_checkpoint(tmp_path / "out").world_size == 2
@@ -451,7 +449,7 @@ def test_rank_files_by_command(written: Any, tmp_path: Path, capsys: pytest.Capt
     assert type(leaves["model", "blocks.0.scale"]) is Tensor, "a buffer, which every rank has"
 
 
-def test_rank_files_say_what_no_group_lists(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_rank_files_say_what_no_group_lists(tmp_path, capsys):
     weights = {"trained": torch.ones(4), "frozen": torch.ones(4), "steps": torch.tensor(1)}
     optim = {"state": {"trained": {"momentum_buffer": torch.ones(4)}}, "param_groups": [{"params": ["trained"]}]}
     torch.save({"model": weights, "optim": optim}, tmp_path / "full.pt")
@@ -459,7 +457,7 @@ def test_rank_files_say_what_no_group_lists(tmp_path: Path, capsys: pytest.Captu
     assert "no group of an optimizer lists ['model.frozen'] (1 in all), so every rank" in capsys.readouterr().err
 
 
-def test_rank_files_need_names(tmp_path: Path):
+def test_rank_files_need_names(tmp_path):
     weights = {"w": torch.ones(4, 2)}
     torch.save({"model": weights, "optim": {"state": {0: {"m": torch.ones(4, 2)}}}}, tmp_path / "raw.pt")
     with pytest.raises(CheckpointError, match=r"'optim.state.0.m' is optimizer state by number"):
@@ -473,7 +471,7 @@ def test_rank_files_need_names(tmp_path: Path):
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
-def test_the_command(copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_the_command(copied: Path, tmp_path, capsys, monkeypatch):
     files = sorted(str(path) for path in (copied / "LOCAL").iterdir())
     arguments = [*files, str(tmp_path / "out"), "--shapes", str(copied / "shapes.pt"), "--no-progress"]
     assert main([*arguments, "--dry-run"]) == 0

@@ -129,7 +129,7 @@ def write_dtensors(rank: int, world_size: int, engine: Engine, hybrid: bool, dir
 
 
 @pytest.mark.parametrize(("engine", "hybrid"), [(STOCK, False), (OURS, False), (OURS, True)])
-def test_files_with_dtensors(engine: Engine, hybrid: bool, tmp_path: Path):
+def test_files_with_dtensors(engine: Engine, hybrid: bool, tmp_path):
     run_ranks(4 if hybrid else 3, write_dtensors, engine, hybrid, tmp_path)
     convert(open_checkpoint(tmp_path), tmp_path / "out", "full")
     checkpoint = open_checkpoint(tmp_path / "out")
@@ -145,7 +145,7 @@ def test_files_with_dtensors(engine: Engine, hybrid: bool, tmp_path: Path):
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
-def test_ties(use_orig_params: bool, tmp_path: Path):
+def test_ties(use_orig_params: bool, tmp_path):
     run_ranks(3, write, "ties", use_orig_params, tmp_path)
     shapes = shapes_of(build(tied)) | {"head.weight": "emb.weight"}
     files = sorted(tmp_path.glob("*.pt"))
@@ -162,14 +162,14 @@ def test_ties(use_orig_params: bool, tmp_path: Path):
             open_checkpoint(files, {**shapes, "head.weight": (7, 4)})
 
 
-def test_alignment_that_fits_by_chance(tmp_path: Path):
+def test_alignment_that_fits_by_chance(tmp_path):
     """Mixed precision aligns by its own dtype, which the file does not name."""
     run_ranks(5, write, "alignment", True, tmp_path)
     assert_is(whole(open_checkpoint(tmp_path, {"w": (6, 2), "b": (4,)})), pair)
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
-def test_two_models_in_a_file(use_orig_params: bool, tmp_path: Path):
+def test_two_models_in_a_file(use_orig_params: bool, tmp_path):
     run_ranks(2, write, "two models", use_orig_params, tmp_path)
     checkpoint = open_checkpoint(tmp_path, shapes_of(build(two)))
     assert_is(whole(checkpoint, "model"), two)
@@ -190,7 +190,7 @@ def optimizer_state(kind: str, parameters: list[nn.Parameter]) -> dict[str, Any]
 
 
 @pytest.mark.parametrize(("optimizer", "use_orig_params"), [("sgd", True), ("adam", True), ("adam", False)])
-def test_state_by_number(optimizer: str, use_orig_params: bool, tmp_path: Path):
+def test_state_by_number(optimizer: str, use_orig_params: bool, tmp_path):
     run_ranks(3, write, optimizer, use_orig_params, tmp_path)
     expected = build(two).state_dict()
     checkpoint = open_checkpoint(tmp_path, shapes_of(build(two)))
@@ -207,7 +207,7 @@ def test_state_by_number(optimizer: str, use_orig_params: bool, tmp_path: Path):
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
-def test_state_of_two_dtypes(use_orig_params: bool, tmp_path: Path):
+def test_state_of_two_dtypes(use_orig_params: bool, tmp_path):
     """Whichever dtype were assumed, one rank's values would be wrong."""
     run_ranks(2, write, "two dtypes", use_orig_params, tmp_path)
     of_both = r"'optim.state.0.exp_avg' is of torch.float32 in .*rank0.pt and torch.bfloat16 in .*rank1.pt"
@@ -215,13 +215,13 @@ def test_state_of_two_dtypes(use_orig_params: bool, tmp_path: Path):
         open_checkpoint(tmp_path, shapes_of(build(two)))
 
 
-def test_state_by_name_of_an_optimizer_without_any(tmp_path: Path):
+def test_state_by_name_of_an_optimizer_without_any(tmp_path):
     run_ranks(2, write, "names", True, tmp_path)
     checkpoint = open_checkpoint(tmp_path, shapes_of(build(two)))
     assert checkpoint.objects == {("optim", "state"): {}, ("optim", "param_groups"): GROUPS}
 
 
-def test_files_of_a_hybrid_run(tmp_path: Path):
+def test_files_of_a_hybrid_run(tmp_path):
     """Ranks 1 and 3 shard, and 0 and 2: one group's files are the checkpoint."""
     run_ranks(4, write, "hybrid", False, tmp_path)
     shapes = shapes_of(build(two))
@@ -234,7 +234,7 @@ def test_files_of_a_hybrid_run(tmp_path: Path):
         open_checkpoint([files[1]], shapes)
 
 
-def test_buffers_that_differ_from_rank_to_rank(tmp_path: Path):
+def test_buffers_that_differ_from_rank_to_rank(tmp_path):
     """Buffers may differ by rank, as batch norm's do. The first rank's count, as in stock's full state dict."""
     run_ranks(2, write, "buffers", True, tmp_path)
     shapes = shapes_of(build(tied)) | {"head.weight": "emb.weight"}
@@ -306,7 +306,7 @@ def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> N
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
-def test_files_of_stock_there_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_files_of_stock_there_and_back(tmp_path, capsys):
     """The files have the model's ties. Stock goes on from them with the losses it would have had."""
     (tmp_path / "stock").mkdir()
     losses, weights = run_ranks(2, write_net, tmp_path / "stock")[0]
@@ -342,7 +342,7 @@ def no_forward(rank: int, world_size: int) -> str:
     return str(caught.value)
 
 
-def test_what_stock_cannot_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_what_stock_cannot_run_is_refused(tmp_path, capsys):
     assert run_ranks(2, no_forward)
     torch.save(build_net()[0].state_dict(), tmp_path / "full.pt")
     local = [str(tmp_path / "full.pt"), str(tmp_path / "out"), "--to", "local", "--ranks", "2", "--model"]
@@ -356,7 +356,7 @@ def into(source: Path, target: Path, use_orig_params: bool, policy: Any) -> None
     convert(open_checkpoint(source), target, "local", ranks=LocalRanks(2, wrapping))
 
 
-def test_values_that_no_file_could_keep(tmp_path: Path):
+def test_values_that_no_file_could_keep(tmp_path):
     """Another value under a tied name, in a unit and in the files of one; state that FSDP1 would need twice."""
     policy = OURS.api.ModuleWrapPolicy({nn.Embedding})
     state = build_net()[0].state_dict()

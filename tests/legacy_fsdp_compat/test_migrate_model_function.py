@@ -30,12 +30,12 @@ class Net(nn.Module):
 def write(rank: int, world_size: int, directory: Path) -> None:
     names = STOCK.api
     model = names.FSDP(Net(), auto_wrap_policy=names.ModuleWrapPolicy({nn.Sequential}), device_id=CPU)
-    with names.FSDP.state_dict_type(model, names.StateDictType.LOCAL_STATE_DICT):
+    with STOCK.of_type("LOCAL", model):
         torch.save({"model": model.state_dict()}, directory / f"rank{rank}.pt")
 
 
 @pytest.fixture(scope="module")
-def local_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def local_files(tmp_path_factory) -> Path:
     directory = tmp_path_factory.mktemp("local")
     run_ranks(2, write, directory)
     return directory
@@ -102,13 +102,7 @@ FUNCTIONS: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("case", [*FUNCTIONS, "no such name"])
-def test_functions(
-    case: str,
-    local_files: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_functions(case: str, local_files: Path, tmp_path, capsys, monkeypatch):
     called, message = FUNCTIONS.get(case, (Net, "has no 'Net.__init__', expected a function"))
     monkeypatch.setattr(f"{__name__}.CALLED", called)
     name = "CALLED" if case in FUNCTIONS else "Net.__init__"
@@ -175,7 +169,7 @@ ARGUMENTS: dict[str, tuple[Callable[[Net], dict[str, Any]], str]] = {
 
 
 @pytest.mark.parametrize("case", ARGUMENTS)
-def test_arguments(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_arguments(case: str, tmp_path, capsys, monkeypatch):
     """Nothing is written, instead of files with a wrapping that nobody meant."""
     made, message = ARGUMENTS[case]
     model = Net()
@@ -197,6 +191,6 @@ def good() -> tuple[nn.Module, dict[str, Any]]:
     }
 
 
-def test_what_fits_is_converted(local_files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_what_fits_is_converted(local_files: Path, tmp_path, capsys):
     status, said = converted(local_files, tmp_path / "out", f"{__name__}:good", "local", capsys)
     assert (status, said[:26]) == (0, "wrote and verified 5 tenso")

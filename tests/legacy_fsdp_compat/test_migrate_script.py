@@ -3,7 +3,6 @@
 import ast
 import re
 import textwrap
-from pathlib import Path
 
 import pytest
 
@@ -125,7 +124,7 @@ def test_names_that_ours_has_not_stay_and_are_reported():
     ]
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_command(tmp_path, capsys):
     script = tmp_path / "train.py"
     script.write_text("from torch.distributed.fsdp import StateDictType\nx = model._handle\n")
     assert main(["script", str(script)]) == 0

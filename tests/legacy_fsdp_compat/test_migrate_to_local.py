@@ -116,9 +116,7 @@ def same(one: Any, other: Any, where: str) -> None:
     ("world_size", "kind", "use_orig_params", "mixed"),
     [(2, "model", True, True), (3, "tied", True, False), (3, "tied", False, True)],
 )
-def test_the_round_trip_is_what_stock_wrote(
-    world_size: int, kind: str, use_orig_params: bool, mixed: bool, tmp_path: Path
-):
+def test_the_round_trip_is_what_stock_wrote(world_size: int, kind: str, use_orig_params: bool, mixed: bool, tmp_path):
     """LOCAL -> DTensor checkpoint -> LOCAL: everything that torch reads, and of weights every storage, with padding.
 
     (Of optimizers stock's flat parameters share one step counter, which is in the file once.)
@@ -167,9 +165,7 @@ def load_full(rank: int, world_size: int, kind: str, use_orig_params: bool, path
 @pytest.mark.parametrize(
     ("kind", "source_size", "ranks", "use_orig_params"), [("tied", 3, 2, True), ("model", 2, 3, False)]
 )
-def test_stock_goes_on_from_what_was_written(
-    kind: str, source_size: int, ranks: int, use_orig_params: bool, tmp_path: Path
-):
+def test_stock_goes_on_from_what_was_written(kind: str, source_size: int, ranks: int, use_orig_params: bool, tmp_path):
     """Another number of ranks and the other layout than the files that were converted."""
     weights, moments = run_ranks(source_size, write, kind, not use_orig_params, False, tmp_path)[0]
     checkpoint = open_checkpoint(tmp_path / "local", shapes_of_file(tmp_path / "shapes.pt"))
@@ -193,7 +189,7 @@ def write_sharded(rank: int, world_size: int, directory: Path) -> None:
     torch.save(STOCK.state_of("SHARDED", model, optimizer), directory / f"rank{rank}.pt")
 
 
-def test_sharded_files_have_ignored_parameters_whole(tmp_path: Path):
+def test_sharded_files_have_ignored_parameters_whole(tmp_path):
     """With the arguments that --model returns, the files are cut as stock cuts them."""
     (tmp_path / "stock").mkdir()
     run_ranks(2, write_sharded, tmp_path / "stock")
@@ -237,7 +233,7 @@ def shapes_of_file_of_tied() -> dict[str, Any]:
     return {**shapes, "head.weight": "emb.weight"}
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_command(tmp_path, capsys):
     """The same files by --config, --model and --like, the last of other ranks; and the way back."""
     source, config = str(plain(tmp_path)), tmp_path / "config.json"
     config.write_text(json.dumps(arguments(True)))
@@ -289,7 +285,7 @@ def without(config: dict[str, Any], key: str) -> dict[str, Any]:
         (lambda c: [c], "is not a configuration"),
     ],
 )
-def test_configurations_that_say_nothing(change: Any, message: str, tmp_path: Path):
+def test_configurations_that_say_nothing(change: Any, message: str, tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(change(arguments(True))))
     with pytest.raises(CheckpointError, match=message):
@@ -303,7 +299,7 @@ def wrapping(units: dict[str, Any], **shapes: Any) -> Wrapping:
     return Wrapping({name.replace("_", "."): shape for name, shape in shapes.items()}, units, frozenset(), True)
 
 
-def test_what_does_not_fit_is_refused(tmp_path: Path):
+def test_what_does_not_fit_is_refused(tmp_path):
     torch.save({"a.w": torch.ones(3), "b.w": torch.ones(3, dtype=torch.float64)}, tmp_path / "two.pt")
     checkpoint = open_checkpoint(tmp_path / "two.pt")
 
@@ -327,7 +323,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path):
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
-def test_two_models_and_other_values(use_orig_params: bool, tmp_path: Path):
+def test_two_models_and_other_values(use_orig_params: bool, tmp_path):
     """Each dict that has the model's names is a model; other values are in every file."""
     average = {name: -value for name, value in build("tied", 0).state_dict().items()}
     source = plain(tmp_path, ema=average, extra={"seed": 3, "noise": torch.arange(3)})

@@ -9,7 +9,6 @@ import pickle
 import subprocess
 import sys
 from collections import Counter, OrderedDict
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,7 +53,7 @@ def odd_tensors() -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("kind", ["DCP", "FULL"])
 @pytest.mark.parametrize("to", FORMATS)
-def test_any_order_in_memory(kind: str, to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_any_order_in_memory(kind: str, to: str, tmp_path, monkeypatch):
     """In slabs of a few rows, from files of torch's own."""
     monkeypatch.setattr(stored, "CHUNK_BYTES", 64)
     tensors = odd_tensors()
@@ -92,7 +91,7 @@ print(peak() - before, checkpoint.bound_bytes, checkpoint.nbytes)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
-def test_one_large_tensor_stays_within_the_bound(tmp_path: Path):
+def test_one_large_tensor_stays_within_the_bound(tmp_path):
     """Also one whose rows lie scattered over the whole file. A third of the tensor is left for pages that the system
     maps around one that is read, and for threads: some megabytes.
     """
@@ -144,7 +143,7 @@ def assert_same(seen: Any, expected: Any) -> None:
 
 
 @pytest.mark.parametrize("by_way_of", [[], ["dcp"], ["safetensors"], ["dcp", "full", "dcp"]], ids="-".join)
-def test_nothing_is_lost(by_way_of: list[str], tmp_path: Path):
+def test_nothing_is_lost(by_way_of: list[str], tmp_path):
     """After every format the file holds the same tree, to the type of each key."""
     state = training_state()
     if "safetensors" in by_way_of:
@@ -159,7 +158,7 @@ def test_nothing_is_lost(by_way_of: list[str], tmp_path: Path):
     assert_same(torch.load(source / "checkpoint.pt", weights_only=True), state)
 
 
-def test_torch_loads_tensors_in_lists(tmp_path: Path):
+def test_torch_loads_tensors_in_lists(tmp_path):
     torch.save({"optim": {"param_groups": [{"lr": torch.tensor(0.25), "eps": 1.0}]}}, tmp_path / "state.pt")
     convert(open_checkpoint(tmp_path / "state.pt"), tmp_path / "out", "dcp")
     state = {"optim": {"param_groups": [{"lr": torch.tensor(0.0), "eps": 0.0}]}}
@@ -167,7 +166,7 @@ def test_torch_loads_tensors_in_lists(tmp_path: Path):
     assert state["optim"]["param_groups"][0] == {"lr": torch.tensor(0.25), "eps": 1.0}
 
 
-def test_an_optimizer_goes_on_from_numbers(tmp_path: Path):
+def test_an_optimizer_goes_on_from_numbers(tmp_path):
     model = nn.Linear(3, 2)
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.ones(1, 3)).sum().backward()
@@ -188,14 +187,14 @@ def test_an_optimizer_goes_on_from_numbers(tmp_path: Path):
         ({"model.w": torch.zeros(3)}, "full", r"are called 'model.w'"),
     ],
 )
-def test_what_has_no_place_in_a_format(more: dict[str, Any], to: str, text: str, tmp_path: Path):
+def test_what_has_no_place_in_a_format(more: dict[str, Any], to: str, text: str, tmp_path):
     torch.save({"model": {"w": torch.ones(2)}, **more}, tmp_path / "state.pt")
     with pytest.raises(CheckpointError, match=text):
         convert(open_checkpoint(tmp_path / "state.pt"), tmp_path / "out", to)
 
 
 @pytest.mark.parametrize("what", ["optimizer", "random state", "position", "dtype"])
-def test_values_that_differ_from_rank_to_rank(what: str, tmp_path: Path):
+def test_values_that_differ_from_rank_to_rank(what: str, tmp_path):
     for rank in range(2):
         value: Any = {
             "optimizer": {"state": {0: {"exp_avg": torch.arange(4.0) + rank}}, "param_groups": [{"params": [0]}]},
@@ -211,7 +210,7 @@ def test_values_that_differ_from_rank_to_rank(what: str, tmp_path: Path):
     assert open_checkpoint(tmp_path, without=["it"]).tensors.keys() == {("same",)}
 
 
-def test_files_that_are_of_no_ranks(tmp_path: Path):
+def test_files_that_are_of_no_ranks(tmp_path):
     """Weights and optimizer in separate files are not one checkpoint, and must not be merged."""
     torch.save({"w": torch.ones(2)}, tmp_path / "model.pt")
     torch.save({"state": {"w": {"exp_avg": torch.ones(2)}}, "param_groups": []}, tmp_path / "optimizer.pt")
@@ -219,13 +218,13 @@ def test_files_that_are_of_no_ranks(tmp_path: Path):
         open_checkpoint(tmp_path)
 
 
-def test_flat_parameters_in_a_distributed_checkpoint(tmp_path: Path):
+def test_flat_parameters_in_a_distributed_checkpoint(tmp_path):
     dcp.save({"model": {"blocks.0._flat_param": torch.ones(5)}}, checkpoint_id=tmp_path, no_dist=True)
     with pytest.raises(CheckpointError, match=r"'model.blocks.0._flat_param' .* flat parameter of LOCAL_STATE_DICT"):
         open_checkpoint(tmp_path)
 
 
-def test_what_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_what_is_left_out(tmp_path, capsys):
     """Values and dicts, from every kind of file; a name that is only the beginning of another one stays apart."""
     state = {"model": {"a": torch.ones(2, 3), "ab": torch.zeros(1)}, "extra": {"rng": torch.ones(5), "seen": 7}, "n": 3}
     torch.save(state, tmp_path / "full.pt")
@@ -281,7 +280,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: Any) -> str:
     return capsys.readouterr().err.rpartition("error: ")[2]
 
 
-def test_shapes_are_checked_for_every_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_shapes_are_checked_for_every_kind(tmp_path, capsys):
     source, shapes = tmp_path / "state.pt", tmp_path / "shapes.json"
     torch.save({"model": {"a": torch.ones(2, 3), "b": torch.ones(1)}}, source)
     shapes.write_text(json.dumps({"a": [3, 2], "c": [1]}))
@@ -295,7 +294,7 @@ def test_shapes_are_checked_for_every_kind(tmp_path: Path, capsys: pytest.Captur
     assert main([str(source), str(tmp_path / "out"), "--shapes", str(shapes), "--no-progress"]) == 0
 
 
-def test_ties_are_found_in_a_file(tmp_path: Path):
+def test_ties_are_found_in_a_file(tmp_path):
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     model[1].weight = model[0].weight
     torch.save({"model": model.state_dict()}, tmp_path / "full.pt")
@@ -307,7 +306,7 @@ def test_ties_are_found_in_a_file(tmp_path: Path):
     }
 
 
-def test_damaged_and_foreign_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_damaged_and_foreign_files(tmp_path, capsys):
     (tmp_path / "bad.safetensors").write_bytes((50).to_bytes(8, "little") + b"{" + b"x" * 60)
     assert "bad.safetensors (69 bytes) is damaged" in refused(capsys, tmp_path / "bad.safetensors", tmp_path / "out")
     torch.save({"w": torch.sparse_coo_tensor([[0]], [1.0], (3,))}, tmp_path / "sparse.pt")
@@ -319,7 +318,7 @@ def test_damaged_and_foreign_files(tmp_path: Path, capsys: pytest.CaptureFixture
     assert open_checkpoint([tmp_path / "r0.pt", tmp_path / "r1.pt"]).objects == {("step",): [1, 2]}
 
 
-def test_places_that_are_not_written_or_read(tmp_path: Path):
+def test_places_that_are_not_written_or_read(tmp_path):
     source = tmp_path / "dcp"
     dcp.save({"a": torch.ones(2, 3)}, checkpoint_id=source, no_dist=True)
     with pytest.raises(CheckpointError, match="lies in the source"):
@@ -338,7 +337,7 @@ def test_places_that_are_not_written_or_read(tmp_path: Path):
         open_checkpoint(source)
 
 
-def test_links_that_lead_elsewhere(tmp_path: Path):
+def test_links_that_lead_elsewhere(tmp_path):
     """A link among the source's files is not read, and a link that exists at the target is not written through."""
     torch.save({"a": torch.ones(2)}, tmp_path / "secret.pt")
     (tmp_path / "ranks").mkdir()
@@ -353,7 +352,7 @@ def test_links_that_lead_elsewhere(tmp_path: Path):
 
 
 @pytest.mark.parametrize("to", FORMATS)
-def test_permissions_follow_the_umask(to: str, tmp_path: Path):
+def test_permissions_follow_the_umask(to: str, tmp_path):
     torch.save({"a": torch.ones(2)}, tmp_path / "state.pt")
     before = os.umask(0o077)
     try:
@@ -364,7 +363,7 @@ def test_permissions_follow_the_umask(to: str, tmp_path: Path):
     assert len(made) > 2 and not any(one.stat().st_mode & 0o077 for one in made)
 
 
-def test_control_characters_stay_in_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_control_characters_stay_in_the_file(tmp_path, capsys):
     torch.save({"a\x1b[2J\n": torch.ones(2), "b\x9b": 3}, tmp_path / "state.pt")
     assert main([str(tmp_path / "state.pt"), str(tmp_path / "out"), "--dry-run"]) == 0
     shown = capsys.readouterr()
@@ -374,7 +373,7 @@ def test_control_characters_stay_in_the_file(tmp_path: Path, capsys: pytest.Capt
     assert "\x1b" not in said and "\\x1b[1m" in said
 
 
-def test_a_sharded_tensor_where_a_dict_should_be(tmp_path: Path):
+def test_a_sharded_tensor_where_a_dict_should_be(tmp_path):
     """Its stand-in has no values to print."""
     path = tmp_path / "rank0.pt"
     torch.save(PickledShards(torch.ones(2), torch.Size([4]), torch.float32, [([0], [2]), ([2], [2])], 0, 2), path)

@@ -192,7 +192,7 @@ def factored(rank: int, world_size: int, use_orig_params: bool, kind: str) -> di
     optimizer = Factored(model.parameters())
     train(model, optimizer, rank, range(2))
     weights = OURS.state(model)
-    with names.FSDP.state_dict_type(model, names.StateDictType[f"{kind}_STATE_DICT"]):
+    with OURS.of_type(kind, model):
         state = names.FSDP.optim_state_dict(model, optimizer)
     full = names.FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
     found = {key: tuple(one.shape) for key, one in state["state"]["inp.weight"].items()}
@@ -203,7 +203,7 @@ def factored(rank: int, world_size: int, use_orig_params: bool, kind: str) -> di
     again = OURS.wrapped(setting, build(1))
     again.load_state_dict(weights)
     loaded = Factored(again.parameters())
-    with names.FSDP.state_dict_type(again, names.StateDictType[f"{kind}_STATE_DICT"]):
+    with OURS.of_type(kind, again):
         loaded.load_state_dict(names.FSDP.optim_state_dict_to_load(again, loaded, state))
         state["state"]["inp.weight"]["row_var"] = torch.zeros(4, 1)
         with pytest.raises(ValueError, match=r"'inp.weight: row_var' has shape \(4, 1\)"):

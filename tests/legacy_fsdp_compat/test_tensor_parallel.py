@@ -63,8 +63,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, places: list[int],
 
 
 def full_state(model: Any) -> dict[str, torch.Tensor]:
-    names = OURS.api
-    with names.FSDP.state_dict_type(model, names.StateDictType.FULL_STATE_DICT):
+    with OURS.of_type("FULL", model):
         return model.state_dict()
 
 
@@ -77,7 +76,7 @@ def test_training_and_state_dicts(rank: int, world_size: int, kind: str) -> None
     train(model, optimizer, [place], range(2))
     train(plain, its_optimizer, [0, 1], range(2))
     assert_same_tensors(dict(plain.state_dict()), full_state(model), **TOLERANCE)
-    with names.FSDP.state_dict_type(model, names.StateDictType[f"{kind}_STATE_DICT"]):
+    with OURS.of_type(kind, model):
         state, optim = model.state_dict(), names.FSDP.optim_state_dict(model, optimizer)
     average = optim["state"]["0.up.weight"]["exp_avg"]
     for value in (state["0.up.weight"], average):
@@ -87,7 +86,7 @@ def test_training_and_state_dicts(rank: int, world_size: int, kind: str) -> None
     torch.testing.assert_close(whole, its_optimizer.state[plain[0].up.weight]["exp_avg"], **TOLERANCE)
     other = wrapped(1)
     other_optimizer = adam(other)
-    with names.FSDP.state_dict_type(other, names.StateDictType[f"{kind}_STATE_DICT"]):
+    with OURS.of_type(kind, other):
         other.load_state_dict(state)
         other_optimizer.load_state_dict(names.FSDP.optim_state_dict_to_load(other, other_optimizer, optim))
     train(other, other_optimizer, [place], range(2, 4))
@@ -100,7 +99,7 @@ def test_whole_parameters(rank: int, world_size: int) -> None:
     names = OURS.api
     model = wrapped(0)
     with (
-        names.FSDP.state_dict_type(model, names.StateDictType.LOCAL_STATE_DICT),
+        OURS.of_type("LOCAL", model),
         pytest.raises(RuntimeError, match="LOCAL_STATE_DICT cannot be used with device_mesh"),
     ):
         model.state_dict()
@@ -148,7 +147,7 @@ def assert_same(found: dict[Any, torch.Tensor], expected: dict[Any, torch.Tensor
     ("engine", "hidden", "use_orig_params"),
     [(STOCK, 8, False), (OURS, 7, True)],
 )
-def test_dtensors_on_two_axes(engine: Engine, hidden: int, use_orig_params: bool, tmp_path: Path):
+def test_dtensors_on_two_axes(engine: Engine, hidden: int, use_orig_params: bool, tmp_path):
     """Files of ranks and a distributed checkpoint; stock's can be cut evenly only."""
     expected = run_ranks(4, write, engine, hidden, use_orig_params, tmp_path)[0]
     assert expected["model", "0.up.weight"].shape == (hidden, 4)
@@ -185,7 +184,7 @@ def write_nested(rank: int, world_size: int, drift: bool, directory: Path) -> No
 
 
 @pytest.mark.parametrize("kind", ["ranks", "dcp"])
-def test_sharded_tensors_in_sharded_tensors(kind: str, tmp_path: Path):
+def test_sharded_tensors_in_sharded_tensors(kind: str, tmp_path):
     run_ranks(4, write_nested, False, tmp_path)
     expected = {("model", name): torch.arange(35.0).view(7, 5) for name in CUTS}
     expected["model", "apart"] = torch.arange(6.0).view(3, 2)
@@ -203,7 +202,7 @@ def test_sharded_tensors_in_sharded_tensors(kind: str, tmp_path: Path):
             open_checkpoint(tmp_path / "ranks")
 
 
-def test_what_tensor_parallelism_replicates_and_is_not_the_same(tmp_path: Path):
+def test_what_tensor_parallelism_replicates_and_is_not_the_same(tmp_path):
     """Like stock's full state dict, the output has the first rank's value, and a note says so."""
     run_ranks(4, write_nested, True, tmp_path)
     checkpoint = open_checkpoint(tmp_path / "ranks")

@@ -1,7 +1,8 @@
-"""The badges of the README agree with the packages, its chart with the saved results. Badges are typed by hand."""
+"""The badges of the README agree with the packages, its chart with the saved results; there is one version."""
 
 import re
 import runpy
+from importlib import metadata
 from urllib.parse import unquote
 
 from tests.packaging.workspace import ROOT, packages
@@ -37,6 +38,12 @@ def test_torch_is_the_range_of_core():
     (torch,) = (one for one in PROJECTS["shardkit-core"]["dependencies"] if one.startswith("torch>"))
     first, after = re.fullmatch(r"torch>=2\.(\d+),<2\.(\d+)", torch).groups()
     assert _badges()["torch"] == f"2.{first} to 2.{int(after) - 1}"
+
+
+def test_the_workspace_has_one_version():
+    version = runpy.run_path(str(ROOT / "packages/core/src/shardkit/core/version.py"))["__version__"]
+    assert runpy.run_path(str(ROOT / "scripts" / "release.py"))["wrong_versions"](version) == []
+    assert {metadata.version(name) for name in PROJECTS} == {version}
 
 
 def test_license_is_that_of_every_package():

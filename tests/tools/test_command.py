@@ -5,7 +5,6 @@ import json
 import subprocess
 import sys
 from importlib.metadata import EntryPoints
-from pathlib import Path
 
 import pytest
 
@@ -36,7 +35,7 @@ CONFIG = {
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> str:
+def config(tmp_path) -> str:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(CONFIG))
     return str(path)
@@ -61,14 +60,14 @@ def test_commands_are_listed_without_importing_torch():
         assert f"usage: shardkit {usage}" in shown
 
 
-def test_help_needs_no_long_word(capsys: pytest.CaptureFixture[str]):
+def test_help_needs_no_long_word(capsys):
     for arguments in ([], ["-h"], *([name, "-h"] for name in tree.commands)):
         assert main(arguments) == 0
         shown = capsys.readouterr()
         assert shown.out.startswith("Usage: shardkit") and not shown.err
 
 
-def test_a_hugging_face_config_on_64_ranks(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_hugging_face_config_on_64_ranks(config: str, tmp_path, capsys):
     pytest.importorskip("transformers")
     out = tmp_path / "estimate.json"
     arguments = ["--hf-config", config, "--world-size", "64", "--sequence", "32", "--dtype", "float32"]
@@ -124,14 +123,14 @@ def test_a_hugging_face_config_on_64_ranks(config: str, tmp_path: Path, capsys: 
         (["report", "a", "b", "c"], "3 reports were given"),
     ],
 )
-def test_bad_arguments_are_explained(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]):
+def test_bad_arguments_are_explained(arguments: list[str], message: str, capsys):
     assert main(arguments) == 2
     captured = capsys.readouterr()
     assert message in captured.err and captured.err.startswith("error: ") and captured.err.count("\n") == 1
     assert not captured.out
 
 
-def test_a_machine_is_shown_as_it_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_machine_is_shown_as_it_is_read(tmp_path, capsys):
     assert main(["estimate", "--show-machine", "a100"]) == 0
     path = tmp_path / "mine.json"
     path.write_text(capsys.readouterr().out)
@@ -140,7 +139,7 @@ def test_a_machine_is_shown_as_it_is_read(tmp_path: Path, capsys: pytest.Capture
     assert json.loads(capsys.readouterr().out) == json.loads(path.read_text())
 
 
-def test_nothing_fits_a_tiny_limit(capsys: pytest.CaptureFixture[str]):
+def test_nothing_fits_a_tiny_limit(capsys):
     assert main(["plan", JOB, "--world-size", "2", "--memory", "10kB"]) == 1
     assert "ways fits" in capsys.readouterr().err
 
@@ -156,13 +155,13 @@ def leaves() -> None:
 
 
 @pytest.mark.parametrize(("name", "told"), [("broken", "raised FileNotFoundError"), ("leaves", "raised SystemExit")])
-def test_a_factory_that_fails_is_told(name: str, told: str, capsys: pytest.CaptureFixture[str]):
+def test_a_factory_that_fails_is_told(name: str, told: str, capsys):
     for command in ("estimate", "plan"):
         assert main([command, f"tests.tools.test_command:{name}", "--vocabulary", "9", "--world-size", "2"]) == 2
         assert told in capsys.readouterr().err
 
 
-def test_a_fault_of_ours_is_one_line_and_three(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_a_fault_of_ours_is_one_line_and_three(monkeypatch, capsys):
     def fails(*_: object) -> None:
         raise KeyError("oops")
 
@@ -171,7 +170,7 @@ def test_a_fault_of_ours_is_one_line_and_three(monkeypatch: pytest.MonkeyPatch, 
     assert "error: this is a fault of shardkit, please report it: KeyError: 'oops' (line " in capsys.readouterr().err
 
 
-def test_short_and_capital_names_are_understood(tmp_path: Path):
+def test_short_and_capital_names_are_understood(tmp_path):
     out = tmp_path / "estimate.json"
     assert (
         main(["estimate", JOB, "--machine", "H100", "--dtype", "BF16", "--reduce-dtype", "fp32", "--json", str(out)])
@@ -181,9 +180,7 @@ def test_short_and_capital_names_are_understood(tmp_path: Path):
     assert (found["computation"], found["reduction"]) == ("bfloat16", "float32")
 
 
-def test_a_command_of_a_package_that_is_not_installed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_a_command_of_a_package_that_is_not_installed(monkeypatch, capsys):
     monkeypatch.setattr("shardkit.tools.command.entry_points", lambda **_: EntryPoints())
     for arguments in (["a", "b"], ["--help"], []):
         assert main(["migrate", *arguments]) == 2

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -198,9 +197,7 @@ def test_host() -> None:
 # -- real runs ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_command_speaks_plainly_and_refuses_what_is_no_report(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_speaks_plainly_and_refuses_what_is_no_report(tmp_path, capsys) -> None:
     path = tmp_path / "report.json"
     write_report(report(rank(0), rank(1)), path)
     assert main(["doctor", str(path), "--json", str(tmp_path / "findings.json")]) == 0

@@ -92,7 +92,7 @@ def test_collectives(name: str) -> None:
     [("2.13.0", {}, False), ("2.15.0", {}, True), ("2.15.0", {"TORCH_DIST_USE_NCCL2": "0"}, False)],
 )
 def test_nccl_of_torch_2_15_gets_packed_buffers(
-    version: str, settings: dict[str, str], packs: bool, monkeypatch: pytest.MonkeyPatch
+    version: str, settings: dict[str, str], packs: bool, monkeypatch
 ) -> None:
     monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(version))
     monkeypatch.delenv("TORCH_DIST_USE_NCCL2", raising=False)

@@ -42,7 +42,7 @@ def test_shards_gradients_and_optimizer_state_are_on_the_host():
     assert offloaded.reserved_bytes < kept.reserved_bytes - 2 * shards
 
 
-def test_a_group_passes_through_the_device(monkeypatch: pytest.MonkeyPatch):
+def test_a_group_passes_through_the_device(monkeypatch):
     monkeypatch.setenv("TORCH_DIST_USE_NCCL2", "0")  # from torch 2.15 on the other one packs what is kept, too
     kept, offloaded = (estimate_job(job, 2) for job in (KEPT, OFFLOADED))
     (head,) = (row.bytes for row in offloaded.traffic if row.fqn == "layers.0" and row.phase == "forward")
@@ -126,7 +126,7 @@ def _many_tokens() -> torch.Tensor:
 DEEP = TrainingJob(partial(LlamaShaped, 32, 256, 640, 4, 4, 2), _many_tokens, optimizer=FUSED)
 
 
-def test_bytes_in_tiers_are_those_of_a_run(tmp_path: Path):
+def test_bytes_in_tiers_are_those_of_a_run(tmp_path):
     policies = Policies(offload=True, overlap_step=True, resident=2**26, offload_activations=True)
     found = estimate_job(replace(DEEP, policies=policies), 2, H100)
     for activations, states in run_ranks(2, _beyond_memory, tmp_path):

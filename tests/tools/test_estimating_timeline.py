@@ -1,5 +1,6 @@
-"""The timeline of an estimate: against the engine on the simulated device, and computed by hand."""
+"""The timeline of an estimate: against the engine on the simulated device, by hand, and against published times."""
 
+import statistics
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -17,6 +18,7 @@ from tests.simulation.conftest import on_device  # noqa: F401 - a fixture
 from tests.simulation.scenarios import COMPARISONS, Comparison, measured
 from tests.simulation.training import BLOCK, SHARDS
 from tests.tools.machines import machine
+from tests.tools.published import DATA, errors, memory_errors
 
 MICROSECOND = 1e-6
 SCENARIOS = {
@@ -178,3 +180,20 @@ def test_operators_on_dtensors_take_host_time_for_themselves_and_for_each_tensor
 def test_what_is_rounded_takes_the_time_of_its_bytes_on_the_wire():
     rounded = structs.replace(gather(100), wire_bytes=20, compressed=True)
     assert transfer_seconds(rounded, MACHINE) == 40 / 2 / 10 + 1
+
+
+def test_every_figure_has_a_source():
+    assert all(run["source"] in DATA["sources"] and run["model"] in DATA["models"] for run in DATA["runs"])
+    assert len([run for run in DATA["runs"] if not run.get("fitted")]) >= 8
+
+
+@pytest.mark.slow
+def test_the_median_error_of_step_times_stays_within_fifteen_per_cent():
+    found = errors([run for run in DATA["runs"] if not run.get("fitted")])
+    assert statistics.median(map(abs, found)) < 0.15, found
+
+
+@pytest.mark.slow
+def test_the_median_error_of_memory_stays_within_five_per_cent():
+    found = memory_errors(DATA["runs"])
+    assert len(found) >= 2 and statistics.median(map(abs, found)) < 0.05, found

@@ -21,21 +21,21 @@ def written(directory: Path, machine: object) -> Path:
 
 
 @pytest.mark.parametrize("name", presets())
-def test_a_preset_survives_json_and_states_its_sources(name: str, tmp_path: Path):
+def test_a_preset_survives_json_and_states_its_sources(name: str, tmp_path):
     machine = preset(name)
     assert load_machine(written(tmp_path, machine.to_json())) == machine
     numbers = {"flops", "memory_bandwidth", "memory", "inside.bandwidth", "between.bandwidth", "inside.latency"}
     assert numbers <= set(machine.sources)
 
 
-def test_a_hole_is_named(tmp_path: Path):
+def test_a_hole_is_named(tmp_path):
     machine = described()
     del machine["memory"]
     with pytest.raises(MachineError, match=r"machine\.json is not .*missing required field `memory`.*--show-machine"):
         load_machine(written(tmp_path, machine))
 
 
-def test_a_description_may_leave_out_what_only_cpus_need(tmp_path: Path):
+def test_a_description_may_leave_out_what_only_cpus_need(tmp_path):
     machine = described()
     assert machine.pop("dtensor_seconds") > 0
     assert load_machine(written(tmp_path, machine)) == preset("h100")
@@ -56,7 +56,7 @@ def test_a_description_may_leave_out_what_only_cpus_need(tmp_path: Path):
         ({"name": 7}, "Expected `str`, got `int` - at `$.name`"),
     ],
 )
-def test_wrong_attributes_are_refused(change: dict, message: str, tmp_path: Path):
+def test_wrong_attributes_are_refused(change: dict, message: str, tmp_path):
     with pytest.raises(MachineError) as raised:
         load_machine(written(tmp_path, {**described(), **change}))
     assert message in str(raised.value)
@@ -81,7 +81,7 @@ def machine() -> Machine:
     return calibrate(2, "cpu")
 
 
-def test_a_calibrated_machine_is_a_complete_description(machine: Machine, tmp_path: Path):
+def test_a_calibrated_machine_is_a_complete_description(machine: Machine, tmp_path):
     path = tmp_path / "this.json"
     path.write_text(json.dumps(machine.to_json()))
     assert load_machine(path) == machine

@@ -276,7 +276,7 @@ def test_a_process_that_is_too_large_by_itself_is_told():
     assert propose(JOB, 2, heavy, int(enough), margin=0.5, most_micro_batch=1)
 
 
-def test_without_the_adapter_tensor_parallelism_is_left_out(monkeypatch: pytest.MonkeyPatch):
+def test_without_the_adapter_tensor_parallelism_is_left_out(monkeypatch):
     monkeypatch.setattr(search, "entry_points", lambda group: ())  # as where shardkit-tp-adapter is not installed
     told: list[str] = []
     found = proposals(LLAMA, 1, micro_batch=1, tell=told.append)

@@ -2,7 +2,6 @@
 
 import functools
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -286,7 +285,7 @@ def test_a_run_that_ends_within_its_warm_up_or_runs_no_model_has_no_steps() -> N
             diagnose(report)
 
 
-def test_memory_is_limited_by_every_control_group_around_the_process(tmp_path: Path) -> None:
+def test_memory_is_limited_by_every_control_group_around_the_process(tmp_path) -> None:
     job = tmp_path / "cgroup" / "slurm" / "job"
     job.mkdir(parents=True)
     own = tmp_path / "own"

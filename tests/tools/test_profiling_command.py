@@ -14,12 +14,12 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--lo
 
 
 @pytest.fixture(autouse=True)
-def _installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _installed(tmp_path, monkeypatch) -> None:
     for name, value in environment(tmp_path / "metadata").items():
         monkeypatch.setenv(name, value)
 
 
-def test_a_script_is_recorded_without_touching_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_script_is_recorded_without_touching_it(tmp_path, capsys) -> None:
     outputs = {flag: tmp_path / f"run{flag[1:]}" for flag in ("--out", "--html", "--trace")}
     flags = [text for flag, path in outputs.items() for text in (flag, str(path))]
     command = [*TORCHRUN, "--nproc-per-node=2", JOB]
@@ -35,9 +35,7 @@ def test_a_script_is_recorded_without_touching_it(tmp_path: Path, capsys: pytest
     assert "peak_memory" in capsys.readouterr().out
 
 
-def test_run_profile_and_watch_combine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_run_profile_and_watch_combine(tmp_path, monkeypatch, capfd) -> None:
     """Of a script for torch's own FSDP."""
     job = tmp_path / "job.py"
     job.write_text(Path(JOB).read_text().replace("from shardkit.core import", "from torch.distributed.fsdp import"))
@@ -49,7 +47,7 @@ def test_run_profile_and_watch_combine(
     assert "shardkit watch: error: no model ran on shardkit's engine" in capfd.readouterr().err
 
 
-def test_what_was_recorded_before_a_failure_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_was_recorded_before_a_failure_is_reported(tmp_path, capsys) -> None:
     out = tmp_path / "report.json"
     command = [*TORCHRUN, "--nproc-per-node=2", JOB, "branch"]
     status = main(["profile", "--out", str(out), "--warmup", "0", "--steps", "2", "--no-activations", *command])
@@ -61,7 +59,7 @@ def test_what_was_recorded_before_a_failure_is_reported(tmp_path: Path, capsys: 
     assert all(rank.memory.peak_categories["activations"] == 0 for rank in report.ranks)
 
 
-def test_a_command_that_records_nothing_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_command_that_records_nothing_is_told(tmp_path, capsys) -> None:
     out = ["--out", str(tmp_path / "report.json")]
     assert main(["profile", *out, "true"]) == 2
     assert "nothing was recorded" in capsys.readouterr().err

@@ -20,7 +20,7 @@ from tests.tools.synthetic import MIB, memory, rank, record
 
 
 @pytest.fixture
-def reports(tmp_path: Path) -> tuple[str, str]:
+def reports(tmp_path) -> tuple[str, str]:
     """Two runs; the second one's peak is 10 % above the first one's."""
     paths = tmp_path / "a.json", tmp_path / "b.json"
     for path, peak in zip(paths, (1000, 1100), strict=True):
@@ -28,16 +28,14 @@ def reports(tmp_path: Path) -> tuple[str, str]:
     return str(paths[0]), str(paths[1])
 
 
-def test_one_report_is_shown(reports: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_report_is_shown(reports: tuple[str, str], capsys) -> None:
     assert main(["report", reports[0]]) == 0
     shown = capsys.readouterr().out
     for words in ("2 ranks on cpu (gloo), 2 steps recorded", "peak_memory", "blocks.0", "sharded_parameters"):
         assert words in shown
 
 
-def test_two_reports_are_compared_and_limits_decide(
-    reports: tuple[str, str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_two_reports_are_compared_and_limits_decide(reports: tuple[str, str], capsys) -> None:
     assert main(["report", *reports, "--fail-on", "peak_memory>+10%", "--fail-on", "step_time>1s"]) == 0
     assert "+10.0%" in capsys.readouterr().out
     assert main(["report", *reports, "--fail-on", "peak_memory>+5%"]) == 1
@@ -45,9 +43,7 @@ def test_two_reports_are_compared_and_limits_decide(
     assert main(["report", reports[1], reports[0], "--fail-on", "peak_memory>+5%"]) == 0
 
 
-def test_the_page_the_trace_and_an_estimate_beside_the_figures(
-    reports: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_page_the_trace_and_an_estimate_beside_the_figures(reports: tuple[str, str], tmp_path, capsys) -> None:
     row = {"fqn": "", "phase": "forward", "bytes": 9}
     predicted = {
         "kind": "estimate",
@@ -86,11 +82,7 @@ def test_the_page_the_trace_and_an_estimate_beside_the_figures(
     ],
 )
 def test_input_that_cannot_be_used_exits_with_two(
-    reports: tuple[str, str],
-    arguments: list[str],
-    words: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    reports: tuple[str, str], arguments: list[str], words: str, capsys, monkeypatch
 ) -> None:
     monkeypatch.chdir(Path(reports[0]).parent)
     assert main(["report", reports[0], *arguments]) == 2

@@ -15,7 +15,7 @@ from tests.tools.synthetic import MIB, operation, rank, record
 
 
 @pytest.fixture
-def written(tmp_path: Path) -> Path:
+def written(tmp_path) -> Path:
     path = tmp_path / "report.json"
     write_report(merge([record(rank(0)), record(rank(1))]), path)
     return path
@@ -43,7 +43,7 @@ def test_another_version_is_refused_with_advice(written: Path, version: int, adv
         read_report(written)
 
 
-def test_other_json_is_no_report(tmp_path: Path) -> None:
+def test_other_json_is_no_report(tmp_path) -> None:
     path = tmp_path / "other.json"
     path.write_text('{"kind": "estimate"}')
     with pytest.raises(ReportError, match="not a report of `shardkit profile`"):
@@ -75,13 +75,13 @@ def test_a_damaged_report_is_told_by_the_place_of_the_damage(
         read_report(written)
 
 
-def test_records_are_read_in_the_order_of_ranks(tmp_path: Path) -> None:
+def test_records_are_read_in_the_order_of_ranks(tmp_path) -> None:
     for number in (10, 9, 0):
         write_record(record(rank(number), 11), tmp_path / "records")
     assert [one.rank.rank for one in read_records(tmp_path / "records")] == [0, 9, 10]
 
 
-def test_records_that_are_missing_or_damaged_are_refused(tmp_path: Path) -> None:
+def test_records_that_are_missing_or_damaged_are_refused(tmp_path) -> None:
     with pytest.raises(ReportError, match="holds no records"):
         read_records(tmp_path)
     (tmp_path / "rank-0.json").write_text("{}")

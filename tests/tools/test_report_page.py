@@ -45,7 +45,7 @@ def hostile_report() -> Report:
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def path(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("page") / "page.html"
     path.write_text(page_html(hostile_report()))
     return path
@@ -98,16 +98,11 @@ def test_nothing_is_fetched_from_anywhere() -> None:
 
 
 @needs_browser
-def test_it_loads_without_errors_or_requests(page: Page, path: Path) -> None:
+def test_it_loads_without_errors_or_requests_and_its_charts_draw(page: Page, path: Path) -> None:
     assert page.errors == []
     assert page.requests == [path.as_uri()]
     assert page.evaluate("document.title") == "shardkit report"
-
-
-@needs_browser
-@pytest.mark.parametrize("chart", ["memory", "steps", "lateness"])
-def test_its_charts_draw(page: Page, chart: str) -> None:
-    assert ink(page, chart) > 2000
+    assert all(ink(page, chart) > 2000 for chart in ("memory", "steps", "lateness"))
 
 
 @needs_browser
@@ -164,7 +159,7 @@ def test_predicted_stands_beside_measured(page: Page) -> None:
 
 
 @needs_browser
-def test_owners_stand_beside_the_mean_slowest_first(page: Page, tmp_path: Path) -> None:
+def test_owners_stand_beside_the_mean_slowest_first(page: Page, tmp_path) -> None:
     def cells(table: str) -> list[list[str]]:
         return page.evaluate(
             f"[...document.querySelectorAll('#{table} tr')].map((row) => [...row.children].map((c) => c.textContent))"

@@ -3,9 +3,7 @@
 from collections import OrderedDict
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
-import pytest
 import torch
 from torch import nn
 
@@ -61,9 +59,7 @@ def holds(line: str, parts: list[str]) -> bool:
     return True
 
 
-def test_each_row_is_one_line_where_there_is_no_terminal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_row_is_one_line_where_there_is_no_terminal(tmp_path, monkeypatch, capsys) -> None:
     waits = [operation(fqn=LONG, step=step, number=step, start=step / 10) for step in range(STEPS)]
     waits = [replace(one, end=one.start + one.exposed) for one in waits]
     ranks = [rank(number, waits, capacity=1 << 40) for number in (0, 1)]

@@ -9,11 +9,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-import shardkit.core as shardkit
 from shardkit.core import DataParallelMeshDims, MixedPrecisionPolicy, full_state_dict, fully_shard
 from tests.support import on_ranks, rank_mesh
-from tests.support.models import Composed
-from tests.support.sharding import shard_each
 
 pytest.importorskip("spmd_types")
 
@@ -136,53 +133,3 @@ def test_what_has_no_placement_is_refused(rank: int, world_size: int) -> None:
         spmd.assert_type(model.norm, {"shard": spmd.I})
     with pytest.raises(ValueError, match=r"'norm' with .*I on the data-parallel axis .*; expected .*R"):
         fully_shard(model, mesh=mesh, dp_mesh_dims=dims)
-
-
-def layer() -> nn.Module:
-    weight, scale = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.ones(4))
-    return Composed(lambda m, x: ((x * m.scale) @ m.weight.t()).tanh(), weight=weight, scale=scale)
-
-
-def checked(api: Any, mesh: DeviceMesh, dtypes: tuple[torch.dtype, ...], *, checks: bool) -> list[torch.Tensor]:
-    """Losses of three steps; with `checks`, spmd_types checks the types of everything in forward."""
-    import spmd_types as spmd
-    from spmd_types.checker import typecheck
-
-    torch.manual_seed(0)
-    model, losses = nn.Sequential(layer(), layer()), []
-    dims, policy = api.DataParallelMeshDims(shard="shard"), api.MixedPrecisionPolicy(*dtypes)
-    with spmd.set_current_mesh(mesh):
-        for parameter in model.parameters():
-            spmd.assert_type(parameter, {"tp": spmd.I})
-        shard_each(*model, model, api=api, mesh=mesh, dp_mesh_dims=dims, mp_policy=policy)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in range(3):
-            torch.manual_seed(10 * step + mesh["shard"].get_local_rank())
-            x = torch.randn(6, 4)
-            if not checks:
-                loss = model(x).float().square().sum()
-            else:
-                spmd.assert_type(x, {"shard": spmd.S(0), "tp": spmd.I})
-                with typecheck(local=False):
-                    loss = model(x).float().square().sum()
-                assert {*spmd.get_local_type(loss).values()} == {spmd.P, spmd.I}
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.detach().clone())
-        if checks:
-            with typecheck(local=False), pytest.raises(spmd.SpmdTypeError, match="missing axis"):
-                model(torch.randn(6, 4))
-    return losses
-
-
-@pytest.mark.parametrize("dtypes", [(), (torch.bfloat16, torch.float32)])
-@on_ranks(4)
-def test_types_are_checked_in_forward(rank: int, world_size: int, dtypes: tuple[torch.dtype, ...]) -> None:
-    """Our hooks pass types on, of inputs that are cast, and of outputs."""
-    mesh = rank_mesh((2, 2), ("shard", "tp"))
-    seen = [checked(shardkit, mesh, dtypes, checks=checks) for checks in (False, True)]
-    if torch.__version__ >= (2, 15):
-        seen.append(checked(stock, mesh, dtypes, checks=True))
-    for losses in seen[1:]:
-        assert all(map(torch.equal, seen[0], losses))

@@ -38,7 +38,7 @@ def load_by_manager(rank: int, world_size: int, path: Path, again: Path, name: s
 
 @pytest.mark.daily(name=["uneven"])
 @pytest.mark.parametrize("name", ["fused", "uneven", "tied"])
-def test_any_change_of_meshes_by_the_manager(tmp_path: Path, name: str):
+def test_any_change_of_meshes_by_the_manager(tmp_path, name: str):
     """2x2 -> 4x1 -> 1x2 -> 1x4 -> 1x2x2: several boxes on a rank, strided and joint meshes."""
     expected = run_ranks(4, save_by_manager, tmp_path / "0", name, (2, 2))[0]
     for number, shape in enumerate([(4, 1), (1, 2), (1, 4), (1, 2, 2)]):
@@ -76,7 +76,7 @@ def load_experts(rank: int, world_size: int, path: Path, again: Path, shape: Any
 
 
 @pytest.mark.parametrize("placement", [Shard(0), Blocks(elements=3)], ids=str)
-def test_any_change_of_expert_parallelism(tmp_path: Path, placement: Any):
+def test_any_change_of_expert_parallelism(tmp_path, placement: Any):
     expected = run_ranks(4, save_experts, tmp_path / "0", (2, 2), placement)[0]
     for number, shape in enumerate([(4, 1), (1, 2), (3, 1), (2, 2)]):
         paths = (tmp_path / str(number), tmp_path / str(number + 1))
@@ -86,9 +86,7 @@ def test_any_change_of_expert_parallelism(tmp_path: Path, placement: Any):
 
 @pytest.mark.parametrize(("name", "shape"), [("language", (2, 2)), ("uneven", (1, 2, 2))], ids=str)
 @on_ranks(4)
-def test_interchangeable_with_stock(
-    rank: int, world_size: int, tmp_path: Path, name: str, shape: tuple[int, ...]
-) -> None:
+def test_interchangeable_with_stock(rank: int, world_size: int, tmp_path, name: str, shape: tuple[int, ...]) -> None:
     for writer, reader in ((stock, shardkit), (shardkit, stock)):
         trainee = Trainee.of(name, shape, 1, writer)
         trainee.save(tmp_path / writer.__name__)
@@ -105,7 +103,7 @@ def test_interchangeable_with_stock(
     [("hole", "leave holes: they hold 64 of its 128"), ("twice", "overlap: [0:8, 0:8] and [0:8, 0:8]")],
 )
 @on_ranks(2)
-def test_a_damaged_checkpoint_is_refused(rank: int, world_size: int, tmp_path: Path, damage: str, said: str) -> None:
+def test_a_damaged_checkpoint_is_refused(rank: int, world_size: int, tmp_path, damage: str, said: str) -> None:
     """A rank's box is missing, or there twice."""
     path, trainee = tmp_path, Trainee.of("tensor", (2, 1), 1)
     trainee.save(path)

@@ -1,15 +1,14 @@
 """FSDP1's hooks for DTensor parameters: chunks in the old 2-D format with the boxes of the layout, and the way back."""
 
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, _init_utils
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel.fsdp import DTensorExtensions as StockExtensions
 
-from shardkit.tp_adapter.extensions import DTensorExtensions
+from shardkit.tp_adapter.extensions import DTensorExtensions, _model_pieces
+from shardkit.tp_adapter.torch_compat import sharded_tensor
 from tests.support import on_ranks, rank_mesh
 from tests.tp_adapter.models import SPECS, build
 
@@ -21,7 +20,7 @@ def boxes(tensor) -> list[tuple[list[int], list[int]]]:
 
 
 @on_ranks(4)
-def test_the_old_format(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_the_old_format(rank: int, world_size: int, tmp_path) -> None:
     path = tmp_path
     mesh = rank_mesh((2, 2), ("dp", "tp"))
     stock = StockExtensions(torch.get_device_module("cpu"))
@@ -60,22 +59,16 @@ def test_the_old_format(rank: int, world_size: int, tmp_path: Path) -> None:
     flat, (only,) = OURS.pre_load_state_dict_transform(tensor)
     assert flat is tensor and only is shards[0]
 
-    again = OURS.chunk_tensor(mine_whole(uneven, mesh), *arguments)
+    # FSDP1 may hold a ShardedTensor over tp instead of a DTensor.
+    local = uneven.to_local()
+    held = sharded_tensor(_model_pieces(uneven), uneven.shape, local, local, mesh["tp"].get_group())
+    again = OURS.chunk_tensor(held, *arguments)
     assert boxes(again) == boxes(mine)
     assert torch.equal(again.local_shards()[0].tensor.local_tensor(), shards[0].tensor)
 
     strided = OURS.chunk_dtensor(distribute_tensor(whole, mesh["tp"], [Shard(0)]), arguments[0], mesh["dp"])
     with pytest.raises(ValueError, match=r"placements \(_?Strided.*1-D mesh"):
         OURS.chunk_tensor(strided, *arguments)
-
-
-def mine_whole(dtensor: DTensor, mesh):
-    """The ShardedTensor over tp that FSDP1 may hold instead of a DTensor."""
-    from shardkit.tp_adapter.extensions import _model_pieces
-    from shardkit.tp_adapter.torch_compat import sharded_tensor
-
-    local = dtensor.to_local()
-    return sharded_tensor(_model_pieces(dtensor), dtensor.shape, local, local, mesh["tp"].get_group())
 
 
 @on_ranks(4)

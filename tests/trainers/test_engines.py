@@ -1,5 +1,6 @@
 """Each trainer's script: the same bits on shardkit as on stock, also on from each other's checkpoints."""
 
+import functools
 import sys
 from pathlib import Path
 
@@ -135,6 +136,35 @@ def _trained_by_ray(engine: Engine, directory: Path, **variables: str) -> dict:
 
 
 @pytest.mark.slow
-def test_workers_of_ray_are_same_as_stock(tmp_path: Path):
+def test_workers_of_ray_are_same_as_stock(tmp_path):
     expected = _trained_by_ray("stock", tmp_path / "stock")
     assert_case(_trained_by_ray("shardkit", tmp_path / "shardkit", SHARDKIT_INSTALL="1"), expected)
+
+
+# The words in front of `accelerate launch`, and the variables to set.
+WAYS = {"shardkit run": (["shardkit", "run"], {}), "SHARDKIT_INSTALL": ([], {"SHARDKIT_INSTALL": "1"})}
+
+
+@functools.cache
+def _launched_on_stock(directory: Path) -> dict:
+    return _launched("stock", directory, [])
+
+
+def _launched(engine: Engine, directory: Path, front: list[str], **variables: str) -> dict:
+    pytest.importorskip("accelerate")
+    scripts = Path(sys.executable).parent
+    command = [*front, "accelerate", "launch", f"--config_file={SCRIPTS / 'fsdp2.yaml'}"]
+    command = [str(scripts / word) if word in ("accelerate", "shardkit") else word for word in command]
+    out = directory / "out.pt"
+    command += [str(SCRIPTS / "train_launched.py"), f"--out={out}"]
+    seen = run_command(command, engine, directory, out, **variables)
+    assert not isinstance(seen, str), seen
+    return seen["launched"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_launched_from_a_configuration_file(way: str, tmp_path, tmp_path_factory):
+    expected = _launched_on_stock(tmp_path_factory.getbasetemp())
+    front, variables = WAYS[way]
+    seen = _launched("shardkit", tmp_path, front, **variables)
+    assert_case(seen, expected)

@@ -7,7 +7,6 @@ import re
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -28,7 +27,7 @@ def free_ports(count: int) -> list[int]:
 
 
 @pytest.mark.parametrize("options", [(), pytest.param(("--delta",), marks=pytest.mark.slow)])
-def test_servers_generate_with_the_latest_weights_and_the_reward_rises(options: tuple[str, ...], tmp_path: Path):
+def test_servers_generate_with_the_latest_weights_and_the_reward_rises(options: tuple[str, ...], tmp_path):
     """The script itself checks the version of each answer."""
     import torch
     from transformers import AutoModelForCausalLM

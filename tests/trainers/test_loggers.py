@@ -1,6 +1,5 @@
 """`StepMetrics` sends its values to real loggers."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ def _step(to: Any) -> dict[str, float]:
     return values
 
 
-def test_tensorboard(tmp_path: Path) -> None:
+def test_tensorboard(tmp_path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from torch.utils.tensorboard import SummaryWriter
@@ -30,7 +29,7 @@ def test_tensorboard(tmp_path: Path) -> None:
         assert (seen.step, seen.value) == (1, pytest.approx(value))
 
 
-def test_wandb(tmp_path: Path) -> None:
+def test_wandb(tmp_path) -> None:
     wandb = pytest.importorskip("wandb")
     with wandb.init(mode="offline", dir=tmp_path) as run:
         values = _step(run)
@@ -38,7 +37,7 @@ def test_wandb(tmp_path: Path) -> None:
         assert {name: run.summary[name] for name in values} == values
 
 
-def test_lightning(tmp_path: Path) -> None:
+def test_lightning(tmp_path) -> None:
     loggers = pytest.importorskip("lightning.pytorch.loggers")
     logger = loggers.CSVLogger(tmp_path)
     values = _step(logger)

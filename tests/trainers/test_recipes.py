@@ -1,4 +1,4 @@
-"""The recipes: each loop and model, small. Each pretrains, and fine-tunes the weights that it has saved."""
+"""The recipes: each loop and model, small, pretrains and fine-tunes what it has saved. And the other examples."""
 
 import os
 import re
@@ -23,7 +23,7 @@ def losses(*options: object, name: str = "train.py") -> list[float]:
 
 
 @pytest.fixture
-def nodes(tmp_path: Path) -> Iterator[Path]:
+def nodes(tmp_path) -> Iterator[Path]:
     """Two hosts, which are network namespaces of this one, and a directory with `srun` and `scontrol` for them."""
     if os.geteuid() or shutil.which("ip") is None:
         pytest.skip("network namespaces need root and ip")
@@ -73,7 +73,7 @@ def test_the_slurm_script_trains_on_two_nodes(nodes: Path):
 
 
 @pytest.mark.parametrize("trainer", ["accelerate", "torchtitan"])
-def test_a_plan_is_a_configuration_that_the_trainer_reads(trainer: str, tmp_path: Path):
+def test_a_plan_is_a_configuration_that_the_trainer_reads(trainer: str, tmp_path):
     out, model = tmp_path / "plan", RECIPES / "llama-tiny.json"
     options = ["--sequence=64", "--world-size=16", "--most-micro-batch=2", "--global-batch=64"]
     options += [f"--hf-config={model}", f"--format={trainer}", f"--write={out}"]
@@ -104,7 +104,7 @@ def test_the_image_is_made_of_files_that_exist():
 @pytest.mark.daily(model=["llama"])
 @pytest.mark.parametrize("model", ["llama", "qwen-moe"])
 @pytest.mark.parametrize("loop", ["plain", "accelerate", "trainer"])
-def test_each_loop_pretrains_and_fine_tunes(loop: str, model: str, tmp_path: Path):
+def test_each_loop_pretrains_and_fine_tunes(loop: str, model: str, tmp_path):
     pytest.importorskip("peft")
     base = tmp_path / "base"
     first = losses("--model", RECIPES / f"{model}-tiny.json", "--loop", loop, "--out", base)
@@ -115,3 +115,22 @@ def test_each_loop_pretrains_and_fine_tunes(loop: str, model: str, tmp_path: Pat
     assert lora[-1] < first[-1]
     assert (tmp_path / "lora" / "adapter_model.safetensors").exists()
     assert (tmp_path / "full" / "model.safetensors").exists()
+
+
+LOSS = {"hf_trainer": r"'loss': '?([0-9.]+)", "lightning": r"loss ([0-9.]+)"}
+
+
+@pytest.mark.parametrize("name", sorted(LOSS))
+def test_an_example_trains_on_our_engine(name: str, tmp_path):
+    pytest.importorskip("accelerate" if name == "hf_trainer" else "lightning")
+    script = ROOT / "examples" / name / "train.py"
+    command = [sys.executable, str(script), "--steps=20"]
+    if name == "hf_trainer":
+        command[1:1] = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        command.append(f"--directory={tmp_path}")
+    done = succeeded(command, tmp_path)
+    ran = r"^shardkit .* runs .*: [\d,]+ parameters in \d+ groups, 2 ranks$"
+    assert len(re.findall(ran, done.stderr, re.MULTILINE)) == 1
+    losses = [float(value) for value in re.findall(LOSS[name], done.stdout + done.stderr)]
+    assert len(losses) >= 2, done.stdout
+    assert losses[-1] < losses[0]

@@ -6,7 +6,6 @@ import resource
 import struct
 import zipfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,7 +49,7 @@ def shared(data: bytes) -> bytes:
     return file.getvalue()
 
 
-def test_packed_values_are_not_taken_for_values(tmp_path: Path):
+def test_packed_values_are_not_taken_for_values(tmp_path):
     """Otherwise compressed bytes would be read as values, as torch.load(mmap=True) does."""
     data = packed(saved({"weight": NOISE}))
     with zipfile.ZipFile(io.BytesIO(data)) as archive:

@@ -36,7 +36,7 @@ def save_two_steps(rank: int, world_size: int, path: Path) -> Any:
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+def saved(tmp_path_factory) -> tuple[Path, dict[str, Any]]:
     """Checkpoints of two steps from four ranks, and the state after the second."""
     path = tmp_path_factory.mktemp("saved")
     return path, run_ranks(4, save_two_steps, path)[0]
@@ -52,7 +52,7 @@ def restore(rank: int, world_size: int, path: Path) -> Any:
     return trainee.full()
 
 
-def test_reshard_and_diff(tmp_path: Path, saved: tuple[Path, Any], capsys: pytest.CaptureFixture[str]):
+def test_reshard_and_diff(tmp_path, saved: tuple[Path, Any], capsys):
     path, expected = saved
     for ranks in (1, 3):
         target = tmp_path / f"resharded-{ranks}"
@@ -73,7 +73,7 @@ def test_reshard_and_diff(tmp_path: Path, saved: tuple[Path, Any], capsys: pytes
     assert "optimizer.param_groups.0.lr: " in printed and "optimizer.param_groups.0.eps" not in printed
 
 
-def test_safetensors_there_and_back(tmp_path: Path, saved: tuple[Path, Any]):
+def test_safetensors_there_and_back(tmp_path, saved: tuple[Path, Any]):
     safetensors = pytest.importorskip("safetensors.torch")
     path, expected = saved
     target = tmp_path / "hf"
@@ -88,7 +88,7 @@ def test_safetensors_there_and_back(tmp_path: Path, saved: tuple[Path, Any]):
     assert differences(state["model"], weights(expected)) == []
 
 
-def test_torch_files_there_and_back(tmp_path: Path, saved: tuple[Path, Any]):
+def test_torch_files_there_and_back(tmp_path, saved: tuple[Path, Any]):
     path, expected = saved
     assert main(["export", str(path), str(tmp_path / "weights.pt"), "--to", "torch"]) == 0
     read = torch.load(tmp_path / "weights.pt", weights_only=True)
@@ -107,7 +107,7 @@ def test_torch_files_there_and_back(tmp_path: Path, saved: tuple[Path, Any]):
     assert differences(state["model"], read) == []
 
 
-def test_inspect_and_verify(tmp_path: Path, saved: tuple[Path, Any], capsys: pytest.CaptureFixture[str]):
+def test_inspect_and_verify(tmp_path, saved: tuple[Path, Any], capsys):
     path = tmp_path / "run"
     shutil.copytree(saved[0], path)
     assert main(["inspect", str(path)]) == 0
@@ -141,9 +141,7 @@ def test_inspect_and_verify(tmp_path: Path, saved: tuple[Path, Any], capsys: pyt
         (["import", "{tmp}", "{tmp}/x"], "has no model.safetensors.index.json and 0 safetensors files"),
     ],
 )
-def test_errors_are_one_line(
-    tmp_path: Path, saved: tuple[Path, Any], capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
-):
+def test_errors_are_one_line(tmp_path, saved: tuple[Path, Any], capsys, arguments: list[str], message: str):
     assert main([one.format(tmp=tmp_path, saved=saved[0]) for one in arguments]) == 2
     *_, error = capsys.readouterr().err.splitlines()
     assert error.startswith("error: ") and message in error
@@ -160,7 +158,7 @@ def test_errors_are_one_line(
         ("inspect here \x1b[2J", "unrecognized arguments: \\x1b[2J (shardkit checkpoint --help says more)"),
     ],
 )
-def test_errors_of_usage_are_one_line(words: str, message: str, capsys: pytest.CaptureFixture[str]):
+def test_errors_of_usage_are_one_line(words: str, message: str, capsys):
     with pytest.raises(SystemExit) as end:
         main(words.split(" ") if words else [])
     (error,) = capsys.readouterr().err.splitlines()
@@ -198,7 +196,7 @@ def test_a_reader_that_goes_away_is_no_error(saved: tuple[Path, Any], unbuffered
     assert (done.returncode, done.stderr) == (expected, "")
 
 
-def test_the_newest_of_a_run_is_meant(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_newest_of_a_run_is_meant(tmp_path, capsys):
     """The newest step counts even if it is damaged, has seven digits, or lies beside a step that a restore renamed."""
     run, exported = tmp_path / "run", tmp_path / "exported"
     for step in (999_998, 999_999, 10**6):
@@ -224,7 +222,7 @@ def test_the_newest_of_a_run_is_meant(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "; --fallback" not in text
 
 
-def test_a_checkpoint_of_stock_has_no_checksums(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_checkpoint_of_stock_has_no_checksums(tmp_path, capsys):
     """So `verify` cannot compare it with anything."""
     dcp.save({"model": {"a": torch.ones(3)}, "step": 3}, checkpoint_id=tmp_path / "stock", no_dist=True)
     status, text = said(capsys, "inspect", tmp_path / "stock")
@@ -237,7 +235,7 @@ def test_a_checkpoint_of_stock_has_no_checksums(tmp_path: Path, capsys: pytest.C
     assert said(capsys, "diff", tmp_path / "stock", tmp_path / "x" / "y") == (0, "no differences; 2 equal\n")
 
 
-def test_what_only_one_of_two_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_what_only_one_of_two_has(tmp_path, capsys):
     tensors, objects = {"a": torch.ones(2)}, {"b": 1}
     paths = [save_user(tmp_path / name, 1, value) for name, value in (("both", tensors | objects), ("one", {}))]
     expected = [f"user.value.{name}: only in {paths[0]}" for name in "ab"]
@@ -246,7 +244,7 @@ def test_what_only_one_of_two_has(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert (status, text.splitlines()) == (1, [*expected, "2 differences; 1 equal"])
 
 
-def test_a_checkpoint_without_its_manifest_is_not_taken_for_one_of_stock(tmp_path: Path):
+def test_a_checkpoint_without_its_manifest_is_not_taken_for_one_of_stock(tmp_path):
     """It has all files that stock needs, but no checksums."""
     path = save_user(tmp_path / "run", 1, 1)
     (path / "manifest.json").unlink()
@@ -273,7 +271,7 @@ LARGE = torch.arange(5000.0)
         (1, True, "1 and True"),
     ],
 )
-def test_differences_of_values(tmp_path: Path, one: Any, other: Any, expected: str | None):
+def test_differences_of_values(tmp_path, one: Any, other: Any, expected: str | None):
     saved = [save_user(tmp_path / name, 1, value) for name, value in (("one", one), ("other", other))]
     found = list(lines(*((path, open_index(path)) for path in saved)))
     if expected is None:
@@ -284,7 +282,7 @@ def test_differences_of_values(tmp_path: Path, one: Any, other: Any, expected: s
 
 
 @pytest.mark.parametrize("dtype", SAFETENSORS_DTYPES.values(), ids=str)
-def test_every_dtype_of_safetensors(tmp_path: Path, dtype: torch.dtype):
+def test_every_dtype_of_safetensors(tmp_path, dtype: torch.dtype):
     """The library reads our files with the same dtype and values, and we read the library's."""
     safetensors = pytest.importorskip("safetensors.torch")
     tensors = {"a": torch.tensor([[0, 1, 2], [3, 4, 5]]).to(dtype), "b": torch.ones((), dtype=dtype)}
@@ -294,7 +292,7 @@ def test_every_dtype_of_safetensors(tmp_path: Path, dtype: torch.dtype):
     assert differences(safetensors.load_file(tmp_path / "ours" / "model.safetensors"), tensors) == []
 
 
-def test_the_layout_of_hugging_face(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_layout_of_hugging_face(tmp_path, capsys):
     """Files in which transformers finds the framework, whose values are aligned, and no larger than they may be."""
     safetensors = pytest.importorskip("safetensors")
     state = {"first": torch.ones(300_000), "a": torch.ones(100_000), "bc": torch.ones(150_000), "d": torch.ones(1)}
@@ -315,7 +313,7 @@ def test_the_layout_of_hugging_face(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert int.from_bytes(file.read_bytes()[:8], "little") % 8 == 0
 
 
-def test_a_download_of_the_hugging_face_hub_is_links(tmp_path: Path):
+def test_a_download_of_the_hugging_face_hub_is_links(tmp_path):
     safetensors = pytest.importorskip("safetensors.torch")
     blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshot"
     blobs.mkdir()
@@ -330,9 +328,7 @@ def test_a_download_of_the_hugging_face_hub_is_links(tmp_path: Path):
 
 
 @pytest.mark.parametrize("arguments", [["export"], ["export", "--to=torch"], ["reshard", "--ranks=2"]], ids=str)
-def test_a_damaged_source_leaves_no_target(
-    tmp_path: Path, saved: tuple[Path, Any], capsys: pytest.CaptureFixture[str], arguments: list[str]
-):
+def test_a_damaged_source_leaves_no_target(tmp_path, saved: tuple[Path, Any], capsys, arguments: list[str]):
     path = tmp_path / "run"
     shutil.copytree(saved[0] / "step-000002", path)
     flip(path / "__2_0.distcp")
@@ -341,7 +337,7 @@ def test_a_damaged_source_leaves_no_target(
     assert [one.name for one in tmp_path.iterdir()] == ["run"]
 
 
-def test_a_file_that_holds_more_than_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_file_that_holds_more_than_weights(tmp_path, capsys):
     """As training scripts save. A file of `export --all` keeps the order of the state; parts of it can be imported."""
     value = {"b": 1, "a": torch.ones(2), 0: torch.zeros(0), "c": {}}
     run, exported = save_user(tmp_path / "run", 1, value), tmp_path / "all.pt"
@@ -358,7 +354,7 @@ def test_a_file_that_holds_more_than_weights(tmp_path: Path, capsys: pytest.Capt
     assert model.weight.item() == 0.0
 
 
-def test_a_key_of_a_file_that_has_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_key_of_a_file_that_has_none(tmp_path, capsys):
     safetensors = pytest.importorskip("safetensors.torch")
     file = tmp_path / "model.safetensors"
     safetensors.save_file({"a": torch.ones(2)}, file)
@@ -370,7 +366,7 @@ def test_a_key_of_a_file_that_has_none(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize("key", [None, "model"])
-def test_a_file_of_torch_that_is_cut_off(tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str | None):
+def test_a_file_of_torch_that_is_cut_off(tmp_path, capsys, key: str | None):
     torch.save({"model": {"a": torch.ones(99)}}, tmp_path / "model.pt")
     os.truncate(tmp_path / "model.pt", 300)
     with pytest.raises(DamagedCheckpointError, match=r"model\.pt \(300 bytes\) is not a whole file of torch\.save"):
@@ -379,7 +375,7 @@ def test_a_file_of_torch_that_is_cut_off(tmp_path: Path, capsys: pytest.CaptureF
     assert (status, text.count("\n")) == (2, 1) and "model.pt (300 bytes) is not a whole file of torch.save" in text
 
 
-def test_tensors_of_all_kinds_of_files_of_torch(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_tensors_of_all_kinds_of_files_of_torch(tmp_path, capsys):
     """Views are written with the values that they show. Non-dense tensors are named in the error."""
     tensors = {
         "conjugate": torch.randn(3, 2, dtype=torch.complex64).conj(),
@@ -408,7 +404,7 @@ def test_tensors_of_all_kinds_of_files_of_torch(tmp_path: Path, capsys: pytest.C
     )
 
 
-def test_a_checkpoint_that_is_resharded_keeps_what_is_no_tensor(tmp_path: Path):
+def test_a_checkpoint_that_is_resharded_keeps_what_is_no_tensor(tmp_path):
     """Step, ranks and info; empty dicts, tensors without elements and the order of keys."""
     user = {"b": 1, "a": torch.ones(2), "c": 2, "e": torch.ones(3, 0), "d": {}}
     state = TrainingState(torch.nn.Linear(1, 1), user={"user": Held(user)})
@@ -421,7 +417,7 @@ def test_a_checkpoint_that_is_resharded_keeps_what_is_no_tensor(tmp_path: Path):
     assert repr(state.user["user"].state) == expected
 
 
-def test_options_that_conversions_share(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_options_that_conversions_share(tmp_path, capsys):
     run = save_user(tmp_path / "run", 1, {"a": torch.ones(2), "b": {"c": torch.zeros(3)}, "d": {}, "e": 4})
     full = tmp_path / "full.pt"
     torch.save({"a": torch.ones(2), "b": torch.zeros(3)}, full)
@@ -442,9 +438,7 @@ def test_options_that_conversions_share(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["verify", str(tmp_path / "y"), "--no-progress"]) == 0
 
 
-def test_an_interrupted_reshard_goes_on(
-    tmp_path: Path, saved: tuple[Path, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_an_interrupted_reshard_goes_on(tmp_path, saved: tuple[Path, Any], capsys, monkeypatch):
     arguments = ["reshard", str(saved[0]), str(tmp_path / "x"), "--ranks", "3"]
     write, written = DcpWriter.write, []
 
@@ -466,7 +460,7 @@ def test_an_interrupted_reshard_goes_on(
     assert [one.name for one in tmp_path.iterdir()] == ["x"]
 
 
-def test_the_index_decides_which_tensors_are_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_index_decides_which_tensors_are_the_model(tmp_path, capsys):
     safetensors = pytest.importorskip("safetensors.torch")
     safetensors.save_file({"a": torch.ones(2), "b": torch.ones(2)}, tmp_path / "f.safetensors")
     safetensors.save_file({"a": torch.zeros(2)}, tmp_path / "g.safetensors")

@@ -23,7 +23,7 @@ from tests.core.checkpoint.trainee import flip, saved, small_state
 from tests.support import on_ranks
 
 
-def test_retention_spares_what_was_just_saved(tmp_path: Path):
+def test_retention_spares_what_was_just_saved(tmp_path):
     """A run that goes back to an older checkpoint must not lose the checkpoints that it saves from there."""
     state = small_state()
     saved(tmp_path, state, 5, 6, 8)
@@ -40,7 +40,7 @@ def to_save(values: torch.Tensor) -> tuple[Plan, Image]:
     return Plan(told=[piece], values=[values]), Image([piece], pinned=False)
 
 
-def test_another_manager_spares_what_is_being_written(tmp_path: Path):
+def test_another_manager_spares_what_is_being_written(tmp_path):
     """A job that only reads the directory, such as an evaluation, must not end a save that a run has in progress."""
     directory = CheckpointDirectory(tmp_path)
     first, second = (
@@ -58,7 +58,7 @@ def test_another_manager_spares_what_is_being_written(tmp_path: Path):
     assert files == [".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json"]
 
 
-def test_what_dead_runs_have_left_goes(tmp_path: Path):
+def test_what_dead_runs_have_left_goes(tmp_path):
     (tmp_path / "step-000002").mkdir()
     for name in ("1.ab.incomplete", "1.cd.deleted", "2.ab.replaced", "3.ab.replaced"):
         (tmp_path / f".step-00000{name}").mkdir()
@@ -67,7 +67,7 @@ def test_what_dead_runs_have_left_goes(tmp_path: Path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000002", "step-000003"]
 
 
-def test_a_checkpoint_that_cannot_be_replaced_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_checkpoint_that_cannot_be_replaced_stays(tmp_path, monkeypatch):
     state = small_state()
     manager = saved(tmp_path, state, 1)
     rename = Path.rename
@@ -88,7 +88,7 @@ def _in_use(*arguments: object, **options: object) -> None:
 
 
 @pytest.mark.parametrize("again", ["a later save", "the next run"])
-def test_what_cannot_be_removed_fails_no_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: str):
+def test_what_cannot_be_removed_fails_no_save(tmp_path, monkeypatch, again: str):
     """As on a network file system, where a file that someone reads stays under another name until it is closed."""
     state = small_state()
     manager = saved(tmp_path, state, 1, keep=1)
@@ -105,7 +105,7 @@ def test_what_cannot_be_removed_fails_no_save(tmp_path: Path, monkeypatch: pytes
     assert [path.name for path in tmp_path.iterdir()] == ["step-000003"]
 
 
-def test_a_disk_that_fails_is_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+def test_a_disk_that_fails_is_damage(tmp_path, monkeypatch, caplog):
     """Then `fallback` takes the checkpoint before, which may lie elsewhere on the disk."""
     state = small_state()
     manager = saved(tmp_path, state, 1, 2)
@@ -158,7 +158,7 @@ def calls_of(monkeypatch: pytest.MonkeyPatch, action: Callable[[], object]) -> l
     return seen
 
 
-def test_a_save_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_save_in_order(tmp_path, monkeypatch):
     """Each step of a save is on disk before the next one depends on it, wherever the machine is switched off.
 
     A checkpoint of this step is there, and an older one is to go.
@@ -202,7 +202,7 @@ def test_a_save_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     ids=str,
 )
 def test_what_is_written_offline_is_on_disk_before_it_has_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], files: list[str], named: list[str]
+    tmp_path, monkeypatch, arguments: list[str], files: list[str], named: list[str]
 ):
     saved(tmp_path, small_state(), 1)
     command = [arguments[0], str(tmp_path), str(tmp_path / "x"), *arguments[1:]]
@@ -212,7 +212,7 @@ def test_what_is_written_offline_is_on_disk_before_it_has_its_name(
     assert seen[synced + 1 :] == ["unlink journal.jsonl", *named, f"fsync {tmp_path.name}"]
 
 
-def test_one_that_died_between_the_renames_is_brought_back(tmp_path: Path):
+def test_one_that_died_between_the_renames_is_brought_back(tmp_path):
     """The new checkpoint may be incomplete as far as anyone can tell, so the old one comes back."""
     state = small_state()
     CheckpointManager(tmp_path).save(1, state, info={"saved": "first"}, blocking=True)
@@ -223,7 +223,7 @@ def test_one_that_died_between_the_renames_is_brought_back(tmp_path: Path):
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
 
 
-def test_a_forked_worker_holds_no_lock(tmp_path: Path):
+def test_a_forked_worker_holds_no_lock(tmp_path):
     """A loader's worker that was forked during a save has the descriptor too, and outlives the writer."""
     hidden = tmp_path / ".step-000001.ab.incomplete"
     with writing_in(hidden):
@@ -240,7 +240,7 @@ def test_a_forked_worker_holds_no_lock(tmp_path: Path):
         os.waitpid(worker, 0)
 
 
-def test_what_was_found_damaged_keeps_nothing_from_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_what_was_found_damaged_keeps_nothing_from_its_place(tmp_path, monkeypatch):
     """A second damaged checkpoint of one step gets another name, which is on disk before the run goes on."""
     state = small_state()
     manager = saved(tmp_path, state, 1)
@@ -252,7 +252,7 @@ def test_what_was_found_damaged_keeps_nothing_from_its_place(tmp_path: Path, mon
         assert (tmp_path / aside / "manifest.json").exists()
 
 
-def test_a_file_that_is_short_is_found_before_anything_is_filled_in(tmp_path: Path):
+def test_a_file_that_is_short_is_found_before_anything_is_filled_in(tmp_path):
     """The sizes of all files are checked first, so the state stays unchanged, even the values in undamaged files."""
     model = torch.nn.Linear(4, 2)
     saved(tmp_path / "one", TrainingState(model), 1)
@@ -271,7 +271,7 @@ def test_a_file_that_is_short_is_found_before_anything_is_filled_in(tmp_path: Pa
     assert not model.weight.any()
 
 
-def test_a_checkpoint_under_another_name_is_none(tmp_path: Path):
+def test_a_checkpoint_under_another_name_is_none(tmp_path):
     """It was renamed by hand, or has another checkpoint's files: the run would go on from the wrong step."""
     state = small_state()
     manager = saved(tmp_path, state, 1, 2)
@@ -291,7 +291,7 @@ def names(path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("step", [2, 3, 4])
-def test_the_second_to_save_is_refused(tmp_path: Path, step: int):
+def test_the_second_to_save_is_refused(tmp_path, step: int):
     """The second run is refused whether the first one's step is older, the same or newer."""
     CheckpointManager(tmp_path).save(1, STATE, blocking=True)
     elder, younger = CheckpointManager(tmp_path, keep=1), CheckpointManager(tmp_path, keep=1)
@@ -306,7 +306,7 @@ def test_the_second_to_save_is_refused(tmp_path: Path, step: int):
     assert names(tmp_path) == ["step-000003"]
 
 
-def test_one_that_took_the_place_of_ours(tmp_path: Path):
+def test_one_that_took_the_place_of_ours(tmp_path):
     first = CheckpointManager(tmp_path)
     first.save(1, STATE, blocking=True)
     CheckpointManager(tmp_path).save(1, STATE, blocking=True)  # of the same step: replaced
@@ -314,7 +314,7 @@ def test_one_that_took_the_place_of_ours(tmp_path: Path):
         first.save(2, STATE, blocking=True)
 
 
-def test_who_only_looks_and_who_starts_again_is_let_alone(tmp_path: Path):
+def test_who_only_looks_and_who_starts_again_is_let_alone(tmp_path):
     (tmp_path / ".step-000009.ab.incomplete").mkdir()  # of a run that died
     for number in range(1, 4):
         run = CheckpointManager(tmp_path, keep=2)
@@ -326,7 +326,7 @@ def test_who_only_looks_and_who_starts_again_is_let_alone(tmp_path: Path):
 
 
 @on_ranks(2)
-def test_all_ranks_hear_of_it(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_all_ranks_hear_of_it(rank: int, world_size: int, tmp_path) -> None:
     one, other = CheckpointManager(tmp_path), CheckpointManager(tmp_path)
     one.save(1, STATE, blocking=True)
     text = f"^saving step 2 to {tmp_path} failed on rank 0: {tmp_path} gained step-000001 since"
@@ -336,7 +336,7 @@ def test_all_ranks_hear_of_it(rank: int, world_size: int, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("how", ["cut off", "missing", "a pipe"])
-def test_a_manifest_that_is_damaged_ends_no_run(tmp_path: Path, how: str):
+def test_a_manifest_that_is_damaged_ends_no_run(tmp_path, how: str):
     run = CheckpointManager(tmp_path)
     run.save(1, STATE, blocking=True)
     manifest = tmp_path / "step-000001" / "manifest.json"

@@ -78,7 +78,7 @@ def refused(rank: int, world_size: int, path: Path, build: Any) -> str:
     ],
     ids=["plain", "shapes", "turned", "sharded", "replicas", "shard"],
 )
-def test_modules_that_share_their_names(tmp_path: Path, world_size: int, build: Any, text: str):
+def test_modules_that_share_their_names(tmp_path, world_size: int, build: Any, text: str):
     for seen in run_ranks(world_size, refused, tmp_path, build):
         assert seen.startswith(f"saving step 1 failed: {text}") and "per_rank=" in seen
     assert [path.name for path in tmp_path.iterdir()] == ["step-000002"]
@@ -133,13 +133,13 @@ def schedule(rank, model, optimizer, scheduler):
     ],
     ids=lambda one: getattr(one, "__name__", ""),
 )
-def test_state_that_differs_from_rank_to_rank(tmp_path: Path, change: Any, text: str):
+def test_state_that_differs_from_rank_to_rank(tmp_path, change: Any, text: str):
     for seen in run_ranks(2, refused, tmp_path, partial(with_own, change)):
         assert text in seen
 
 
 @on_ranks(2)
-def test_buffers_may_differ(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_buffers_may_differ(rank: int, world_size: int, tmp_path) -> None:
     """Parameters are the same, running statistics are each rank's own, as in data parallelism."""
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5))
@@ -169,7 +169,7 @@ def test_another_value_shows(shape: tuple[int, ...], dtype: torch.dtype):
 
 
 @on_ranks(2)
-def test_state_that_one_rank_lacks(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_state_that_one_rank_lacks(rank: int, world_size: int, tmp_path) -> None:
     def change(rank, model, optimizer, scheduler):
         if rank == 1:
             del optimizer.state[model[0].weight]
@@ -214,7 +214,7 @@ def values(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]
 
 @pytest.mark.parametrize(("world_size", "sharded"), [(2, False), (4, True)])
 @on_ranks()
-def test_stages_of_a_pipeline(rank: int, world_size: int, tmp_path: Path, sharded: bool) -> None:
+def test_stages_of_a_pipeline(rank: int, world_size: int, tmp_path, sharded: bool) -> None:
     mesh = rank_mesh((2, 2), ("stage", "shard")) if sharded else None
     stage = rank if mesh is None else mesh["stage"].get_local_rank()
     model, optimizer = build(stage, mesh and mesh["shard"], 1)

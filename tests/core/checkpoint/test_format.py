@@ -38,7 +38,7 @@ def save_twice(rank: int, world_size: int, path: Path) -> Any:
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
+def saved(tmp_path_factory) -> tuple[Path, list[Any]]:
     """Checkpoints of two steps on two ranks, and the states that they hold."""
     path = tmp_path_factory.mktemp("saved")
     return path, run_ranks(2, save_twice, path)[0]
@@ -46,7 +46,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
 
 @pytest.mark.parametrize("shape", [(), (3, 5), (2, 1, 4), (0, 3)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64])
-def test_an_archive_is_what_torch_saves(tmp_path: Path, dtype: torch.dtype, shape: tuple[int, ...]):
+def test_an_archive_is_what_torch_saves(tmp_path, dtype: torch.dtype, shape: tuple[int, ...]):
     tensor = torch.randint(0, 2, shape).to(dtype)
     archive = archive_of(dtype, shape)
     data = archive.head + bytes(tensor.contiguous().view(-1).view(torch.uint8).tolist()) + archive.tail
@@ -62,7 +62,7 @@ def checksums(data: bytes) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("sizes", [(0,), (5,), (BLOCK_BYTES,), (BLOCK_BYTES + 1,), (7, BLOCK_BYTES - 7, 3), (1,) * 20])
-def test_blocks_over_parts(tmp_path: Path, sizes: tuple[int, ...]):
+def test_blocks_over_parts(tmp_path, sizes: tuple[int, ...]):
     parts = [os.urandom(size) for size in sizes]
     told: list[int] = []
     (tmp_path / "file").write_bytes(bytes(2 * BLOCK_BYTES))  # must be overwritten
@@ -71,7 +71,7 @@ def test_blocks_over_parts(tmp_path: Path, sizes: tuple[int, ...]):
     assert file == File("file", sum(sizes), checksums(b"".join(parts))) and sum(told) == sum(sizes)
 
 
-def test_what_the_system_takes_bit_by_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_what_the_system_takes_bit_by_bit(tmp_path, monkeypatch):
     """A write may end early, as one of more than 2 GiB does."""
     write = os.write
     monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:100_000]))
@@ -80,7 +80,7 @@ def test_what_the_system_takes_bit_by_bit(tmp_path: Path, monkeypatch: pytest.Mo
     assert (tmp_path / "file").read_bytes() == data
 
 
-def test_a_file_is_written_where_no_thread_can_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_file_is_written_where_no_thread_can_be_started(tmp_path, monkeypatch):
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -92,7 +92,7 @@ def test_a_file_is_written_where_no_thread_can_be_started(tmp_path: Path, monkey
 @pytest.mark.parametrize(
     "sizes", [(), (5,), (BLOCK_BYTES,), (BLOCK_BYTES + 1,), (7, BLOCK_BYTES - 7, 3), (9, 2 * 2**20)]
 )
-def test_blocks_of_a_file_that_is_written_offline(tmp_path: Path, sizes: Any):
+def test_blocks_of_a_file_that_is_written_offline(tmp_path, sizes: Any):
     """Also of a file that an earlier attempt began, and of which it wrote more than it noted."""
     parts = [os.urandom(size) for size in sizes]
     whole = b"".join(parts)
@@ -139,7 +139,7 @@ def try_damaged(rank: int, world_size: int, path: Path) -> Any:
     ("how", "file"),
     [*((how, "__1_0.distcp") for how in DAMAGES), *((how, "manifest.json") for how in ("flipped", "missing", "pipe"))],
 )
-def test_damage_is_named_and_passed_over(tmp_path: Path, saved: tuple[Path, list[Any]], file: str, how: str):
+def test_damage_is_named_and_passed_over(tmp_path, saved: tuple[Path, list[Any]], file: str, how: str):
     source, (before, _) = saved
     shutil.copytree(source, tmp_path, dirs_exist_ok=True)
     damaged = tmp_path / "step-000002" / file
@@ -154,7 +154,7 @@ def test_damage_is_named_and_passed_over(tmp_path: Path, saved: tuple[Path, list
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000001", "step-000002.damaged"]
 
 
-def test_every_flipped_byte_is_found(tmp_path: Path, saved: tuple[Path, list[Any]]):
+def test_every_flipped_byte_is_found(tmp_path, saved: tuple[Path, list[Any]]):
     """A hundred flips over each file of a checkpoint, read as a whole."""
     from shardkit.core.checkpoint.verified_file import verify
 
@@ -178,7 +178,7 @@ class _Exploit:
         return (os.system, ("touch /tmp/shardkit-exploited",))
 
 
-def test_stock_metadata_runs_nothing(tmp_path: Path):
+def test_stock_metadata_runs_nothing(tmp_path):
     dcp.save({"model": {"weight": torch.ones(3)}}, checkpoint_id=tmp_path, no_dist=True)
     assert list(open_index(tmp_path).tensors) == ["model.weight"]
     for payload in (pickle.dumps(_Exploit()), b"", b"\x80\x02]q\x00."):
@@ -252,7 +252,7 @@ def changed(path: Path, change: Callable[[Any], None]) -> Path:
     return path
 
 
-def test_stock_paths_that_contradict_their_names(tmp_path: Path):
+def test_stock_paths_that_contradict_their_names(tmp_path):
     """Otherwise two tensors would be read into one."""
     path = changed(tmp_path / "x", lambda metadata: metadata.planner_data.update({"model.a": ("model", "b")}))
     assert open_index(path).paths == {"model.a": ("model.a",), "model.b": ("model", "b")}
@@ -281,12 +281,12 @@ def named_by_a_bool(metadata: Any) -> None:
         (named_by_a_bool, "False where a name should be"),
     ],
 )
-def test_stock_metadata_that_is_refused(tmp_path: Path, change: Callable[[Any], None], text: str):
+def test_stock_metadata_that_is_refused(tmp_path, change: Callable[[Any], None], text: str):
     with pytest.raises(CheckpointError, match=text):
         open_index(changed(tmp_path / "x", change))
 
 
-def test_stock_files_that_are_links(tmp_path: Path):
+def test_stock_files_that_are_links(tmp_path):
     path = changed(tmp_path / "x", lambda metadata: None)
     link(path / "__0_0.distcp")
     with pytest.raises(DamagedCheckpointError, match=r"__0_0\.distcp does not exist, or is not a file"):
@@ -294,7 +294,7 @@ def test_stock_files_that_are_links(tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", ["../outside.distcp", "../none.distcp"])
-def test_stock_metadata_leads_nowhere_else(tmp_path: Path, name: str):
+def test_stock_metadata_leads_nowhere_else(tmp_path, name: str):
     """The error is the same whether or not a file is there."""
 
     def change(metadata: Any) -> None:

@@ -1,7 +1,6 @@
 """`index.py`: a checkpoint cannot claim to hold more than its files do."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +22,7 @@ from shardkit.core.checkpoint.index import (
 )
 
 
-def test_bytes_count_once(tmp_path: Path):
+def test_bytes_count_once(tmp_path):
     """A thousand tensors in the place of one would make a few kilobytes ask for a thousand times as much memory."""
     CheckpointManager(tmp_path).save(1, TrainingState(torch.nn.Linear(30, 20, bias=False), rng=False), blocking=True)
     path = tmp_path / "step-000001" / "manifest.json"

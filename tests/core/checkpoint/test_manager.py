@@ -20,7 +20,7 @@ from tests.support import on_ranks, rank_mesh, run_ranks
 @pytest.mark.parametrize(("world_size", "shape"), [(1, (1,)), (2, (2,)), (3, (3,)), (4, (2, 2))], ids=str)
 @on_ranks(seed_per_rank=True)
 def test_a_resumed_run_is_the_same_to_the_last_bit(
-    rank: int, world_size: int, tmp_path: Path, shape: tuple[int, ...]
+    rank: int, world_size: int, tmp_path, shape: tuple[int, ...]
 ) -> None:
     """Three steps, a save, two steps; and another run that restores and takes the same two."""
     straight = Trainee(shape, seed=1)
@@ -59,7 +59,7 @@ def restore_elsewhere(rank: int, world_size: int, path: Path, again: Path, shape
     return seen, position
 
 
-def test_any_ranks_to_any_ranks(tmp_path: Path):
+def test_any_ranks_to_any_ranks(tmp_path):
     """2x2 -> 3 -> 1 -> 4 -> 2: uneven shards, empty shards, replicas."""
     expected, positions = zip(*run_ranks(4, save_trained, tmp_path / "0", (2, 2), ElasticLoader), strict=True)
     total = sum(positions)
@@ -80,7 +80,7 @@ def refused_position(rank: int, world_size: int, path: Path) -> str:
     return str(refused.value)
 
 
-def test_positions_of_other_ranks_are_not_guessed(tmp_path: Path):
+def test_positions_of_other_ranks_are_not_guessed(tmp_path):
     run_ranks(2, save_trained, tmp_path, (2,), Loader)
     for text in run_ranks(1, refused_position, tmp_path):
         assert "'loader' was saved separately by 2 ranks, and there are 1 now" in text
@@ -89,7 +89,7 @@ def test_positions_of_other_ranks_are_not_guessed(tmp_path: Path):
 
 @pytest.mark.parametrize("saved", ["ab", "a", ""])
 @on_ranks(2)
-def test_an_optimizer_that_has_stepped_in_part(rank: int, world_size: int, tmp_path: Path, saved: str) -> None:
+def test_an_optimizer_that_has_stepped_in_part(rank: int, world_size: int, tmp_path, saved: str) -> None:
     """Torch's helpers lose state here, or raise; ours give what was saved, and leave gradients."""
 
     def branches(stepped: str, backward: str) -> tuple[nn.ModuleDict, torch.optim.Optimizer]:
@@ -121,7 +121,7 @@ def test_an_optimizer_that_has_stepped_in_part(rank: int, world_size: int, tmp_p
 
 
 @on_ranks(2)
-def test_retention_listing_and_progress(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_retention_listing_and_progress(rank: int, world_size: int, tmp_path) -> None:
     trainee = Trainee((world_size,))
     with CheckpointManager(tmp_path, keep=2, every=2) as manager:
         assert manager.restore(trainee.state) is None
@@ -146,7 +146,7 @@ def test_retention_listing_and_progress(rank: int, world_size: int, tmp_path: Pa
 
 
 @on_ranks(2)
-def test_what_cannot_be_saved_is_refused_on_all_ranks(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_what_cannot_be_saved_is_refused_on_all_ranks(rank: int, world_size: int, tmp_path) -> None:
     model, manager = Trainee((world_size,)).model, CheckpointManager(tmp_path)
 
     def refused(text: str, step: int = 1, value: Any = 1, **options: Any) -> None:
@@ -167,9 +167,7 @@ def test_what_cannot_be_saved_is_refused_on_all_ranks(rank: int, world_size: int
 
 
 @on_ranks(2)
-def test_a_write_that_fails_is_reported_everywhere_and_leaves_nothing(
-    rank: int, world_size: int, tmp_path: Path
-) -> None:
+def test_a_write_that_fails_is_reported_everywhere_and_leaves_nothing(rank: int, world_size: int, tmp_path) -> None:
     def no_space(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -192,7 +190,7 @@ def test_a_write_that_fails_is_reported_everywhere_and_leaves_nothing(
 
 
 @on_ranks(2)
-def test_another_model_is_refused_and_left_as_it_was(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_another_model_is_refused_and_left_as_it_was(rank: int, world_size: int, tmp_path) -> None:
     manager = saved(tmp_path, Trainee((world_size,)).state, 1)
     for name, buffer, text in (
         ("seen", torch.zeros(4, dtype=torch.int64), r"model.seen: .*has shape \(3,\) and torch.int64, expected \(4,\)"),
@@ -208,7 +206,7 @@ def test_another_model_is_refused_and_left_as_it_was(rank: int, world_size: int,
         assert differences(other.full(), before) == []
 
 
-def test_bad_arguments(tmp_path: Path):
+def test_bad_arguments(tmp_path):
     with pytest.raises(ValueError, match="keep=0, expected a whole number from 1 on; pass None if it keeps all"):
         CheckpointManager(tmp_path, keep=0)
     for every in (0, "3", 2.0, True):

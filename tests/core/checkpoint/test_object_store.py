@@ -7,7 +7,6 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import fsspec
@@ -46,7 +45,7 @@ def s3() -> Iterator[dict[str, str]]:
 
 
 @pytest.fixture(params=STORES)
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+def url(request, tmp_path) -> str:
     """A place of its own in each store."""
     if request.param == "s3":
         request.getfixturevalue("s3")
@@ -82,7 +81,7 @@ def values(state: TrainingState) -> dict[str, Any]:
     return {"model": dict(state.model.state_dict()), "optimizer": state.optimizers[0].state_dict()}
 
 
-def test_saves_are_kept_replaced_restored_and_verified(url: str, capsys: pytest.CaptureFixture[str]):
+def test_saves_are_kept_replaced_restored_and_verified(url: str, capsys):
     other = trained(2, 1)
     with CheckpointManager(url, keep=2) as manager:
         assert manager.restore(other) is None
@@ -174,7 +173,7 @@ def restored(rank: int, world_size: int, url: str, settings: dict[str, str]) -> 
 
 
 @pytest.mark.parametrize("store", ["local", "s3"])
-def test_ranks_save_together_and_others_restore(store: str, tmp_path: Path, request: pytest.FixtureRequest):
+def test_ranks_save_together_and_others_restore(store: str, tmp_path, request):
     settings = request.getfixturevalue("s3") if store == "s3" else {}
     url = f"local://{tmp_path}" if store == "local" else f"s3://bucket/{time.monotonic_ns()}"
     expected = run_ranks(2, saved, url, settings)[0]
@@ -186,7 +185,7 @@ def test_ranks_save_together_and_others_restore(store: str, tmp_path: Path, requ
         assert differences(seen, expected) == []
 
 
-def test_a_file_url_is_a_directory(tmp_path: Path):
+def test_a_file_url_is_a_directory(tmp_path):
     CheckpointManager(f"file://{tmp_path}").save(1, TrainingState(torch.nn.Linear(3, 2)), blocking=True)
     assert [one.name for one in tmp_path.iterdir()] == ["step-000001"]
 

@@ -4,7 +4,6 @@ import itertools
 import math
 import pickle
 from collections import OrderedDict
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -189,7 +188,7 @@ def test_what_could_not_be_read_is_not_saved(value: Any, text: str):
         object_bytes("value", value)
 
 
-def test_a_model_on_the_meta_device_is_refused_by_name(tmp_path: Path):
+def test_a_model_on_the_meta_device_is_refused_by_name(tmp_path):
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
     with pytest.raises(CheckpointError, match=r"model\.1\.weight: is on the meta device"):
         CheckpointManager(tmp_path).save(1, TrainingState(model))

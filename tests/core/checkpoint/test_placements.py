@@ -155,7 +155,7 @@ def load(rank: int, world_size: int, how: str, layout: str, path: Path) -> dict[
     ids=str,
 )
 def test_checkpoints_go_from_any_layout_to_any(
-    tmp_path: Path, saved: tuple[str, str, int], loaded: list[tuple[str, str, int]]
+    tmp_path, saved: tuple[str, str, int], loaded: list[tuple[str, str, int]]
 ) -> None:
     how, layout, world_size = saved
     expected = run_ranks(world_size, save, how, layout, tmp_path / "saved")[0]
@@ -183,7 +183,7 @@ def test_full_state_dicts(rank: int, world_size: int, layout: str) -> None:
 
 
 @on_ranks(2)
-def test_files_of_torch_save_keep_the_layout(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_files_of_torch_save_keep_the_layout(rank: int, world_size: int, tmp_path) -> None:
     for layout in LAYOUTS:
         state = build(layout, world_size, 1).state_dict()
         torch.save(state, tmp_path / f"{layout}{rank}.pt")
@@ -204,7 +204,7 @@ def read(rank: int, world_size: int, layout: str, path: Path) -> dict[str, torch
 
 
 @pytest.mark.parametrize("layout", ["owned", "elements"])
-def test_files_for_others_and_from_others(layout: str, tmp_path: Path) -> None:
+def test_files_for_others_and_from_others(layout: str, tmp_path) -> None:
     everything = run_ranks(3, save, "ours", layout, tmp_path / "run")[0]
     expected = {name: one for name, one in everything.items() if not name.endswith((".exp_avg", ".exp_avg_sq"))}
     assert main(["verify", str(tmp_path / "run")]) == 0

@@ -2,7 +2,6 @@
 
 import itertools
 import pickle
-from pathlib import Path
 
 import pytest
 import torch
@@ -26,7 +25,7 @@ def layouts() -> nn.Module:
     return model
 
 
-def test_stock_checkpoints_of_tensors_that_are_not_contiguous(tmp_path: Path):
+def test_stock_checkpoints_of_tensors_that_are_not_contiguous(tmp_path):
     expected = layouts().state_dict()
     dcp.save({"model": expected}, checkpoint_id=tmp_path / "stock", no_dist=True)
     model = layouts()
@@ -41,7 +40,7 @@ def test_stock_checkpoints_of_tensors_that_are_not_contiguous(tmp_path: Path):
         assert differences(seen, resolved) == []
 
 
-def test_ours_of_tensors_that_are_not_contiguous(tmp_path: Path):
+def test_ours_of_tensors_that_are_not_contiguous(tmp_path):
     model = layouts()
     expected = {name: value.clone().resolve_conj() for name, value in model.state_dict().items()}
     manager = saved(tmp_path, TrainingState(model), 1)
@@ -51,7 +50,7 @@ def test_ours_of_tensors_that_are_not_contiguous(tmp_path: Path):
     assert differences({name: v.resolve_conj() for name, v in model.state_dict().items()}, expected) == []
 
 
-def test_a_stock_chunk_of_another_shape_is_refused(tmp_path: Path):
+def test_a_stock_chunk_of_another_shape_is_refused(tmp_path):
     """The metadata says 2 x 6, but the archive holds a transposed 4 x 3 of as many bytes."""
     state = {"model": {"weight": torch.zeros(3, 4).t()}}
     dcp.save(state, checkpoint_id=tmp_path / "stock", no_dist=True)
@@ -65,7 +64,7 @@ def test_a_stock_chunk_of_another_shape_is_refused(tmp_path: Path):
 
 
 @pytest.mark.parametrize("slab_bytes", [1, 40, 100])
-def test_large_tensors_come_slab_by_slab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slab_bytes: int):
+def test_large_tensors_come_slab_by_slab(tmp_path, monkeypatch, slab_bytes: int):
     """Rows of 20 bytes, those of the targets in another order in memory; and the same offline."""
     torch.manual_seed(0)
     model = nn.Linear(5, 11)
@@ -86,7 +85,7 @@ def test_large_tensors_come_slab_by_slab(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("slab_bytes", [1, 50, 2**25])
-def test_any_box_of_a_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slab_bytes: int):
+def test_any_box_of_a_tensor(tmp_path, monkeypatch, slab_bytes: int):
     """Rows and columns in the midst of chunks, and over their edges."""
     monkeypatch.setattr(reading, "CHUNK_BYTES", slab_bytes)
     model = nn.Linear(5, 7, bias=False)

@@ -31,7 +31,7 @@ EXTRAS: list[Any] = [
 
 @pytest.mark.parametrize("fresh", [{}, {"other": torch.zeros(1)}, torch.zeros(9), None], ids=str)
 @pytest.mark.parametrize("extra", EXTRAS, ids=str)
-def test_extra_state_of_modules(tmp_path: Path, extra: Any, fresh: Any):
+def test_extra_state_of_modules(tmp_path, extra: Any, fresh: Any):
     model = nn.Sequential(Extra(copy.deepcopy(extra)), nn.Linear(2, 2))
     manager = saved(tmp_path, TrainingState(model), 1)
     model[0].extra = fresh
@@ -39,13 +39,13 @@ def test_extra_state_of_modules(tmp_path: Path, extra: Any, fresh: Any):
     assert differences(model[0].extra, extra) == []
 
 
-def test_state_that_is_no_dict_is_refused(tmp_path: Path):
+def test_state_that_is_no_dict_is_refused(tmp_path):
     manager = CheckpointManager(tmp_path)
     with pytest.raises(CheckpointError, match=r"user: its state_dict\(\) is a list, expected a dict"):
         manager.save(1, TrainingState(nn.Linear(1, 1), user={"user": Held([1])}))
 
 
-def test_milestones_of_schedulers(tmp_path: Path):
+def test_milestones_of_schedulers(tmp_path):
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
 
@@ -60,7 +60,7 @@ def test_milestones_of_schedulers(tmp_path: Path):
     assert type(other._schedulers[0].milestones) is Counter and other._schedulers[0].milestones == {2: 2, 4: 1}
 
 
-def test_info_is_as_it_was_when_saved(tmp_path: Path):
+def test_info_is_as_it_was_when_saved(tmp_path):
     losses = [1.0]
     manager = CheckpointManager(tmp_path)
     manager.save(1, TrainingState(nn.Linear(1, 1)), info={"losses": losses})
@@ -74,7 +74,7 @@ def test_info_is_as_it_was_when_saved(tmp_path: Path):
     ("step", "text"),
     [(one, rf"step={one!r}, expected a whole number from 0 on; pass") for one in (-1, 1.5, 2**63, "5", True, None)],
 )
-def test_steps_that_are_none(tmp_path: Path, step: Any, text: str):
+def test_steps_that_are_none(tmp_path, step: Any, text: str):
     manager = CheckpointManager(tmp_path)
     with pytest.raises(CheckpointError, match=text):
         manager.save(step, TrainingState(nn.Linear(1, 1)))
@@ -82,7 +82,7 @@ def test_steps_that_are_none(tmp_path: Path, step: Any, text: str):
     assert [one.step for one in manager.checkpoints()] == [3]
 
 
-def test_keys_keep_their_order(tmp_path: Path):
+def test_keys_keep_their_order(tmp_path):
     """A loader may go through its data sets in the order of a dict, whatever their states are made of."""
     state = {"b": 1, "a": {"z": torch.ones(1), "y": "text", "x": torch.zeros(2)}, 3: torch.ones(1), "c": None}
     user, own, plain = Held(state), Held({**state, "more": 1}), Held({"first": torch.ones(1), "then": 2})
@@ -95,7 +95,7 @@ def test_keys_keep_their_order(tmp_path: Path):
     assert list(plain.state) == ["first", "then"]
 
 
-def test_a_model_that_lacks_what_was_saved(tmp_path: Path):
+def test_a_model_that_lacks_what_was_saved(tmp_path):
     """Weights of the checkpoint that nobody would take are named, and nothing is filled in."""
     manager = saved(tmp_path, TrainingState(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False))), 1)
     smaller = nn.Sequential(nn.Linear(2, 2))
@@ -105,7 +105,7 @@ def test_a_model_that_lacks_what_was_saved(tmp_path: Path):
     assert differences(dict(smaller.state_dict()), dict(before)) == []
 
 
-def test_optimizers_that_are_cut_otherwise(tmp_path: Path):
+def test_optimizers_that_are_cut_otherwise(tmp_path):
     model = nn.Linear(2, 2)
     state = {"weight": [model.weight], "bias": [model.bias]}
     apart = torch.optim.SGD([{"params": one, "lr": 0.1 * len(name)} for name, one in state.items()])
@@ -116,7 +116,7 @@ def test_optimizers_that_are_cut_otherwise(tmp_path: Path):
     assert together.param_groups[0]["lr"] == 1.0
 
 
-def test_a_checkpoint_of_weights_alone_says_so(tmp_path: Path):
+def test_a_checkpoint_of_weights_alone_says_so(tmp_path):
     model = nn.Linear(2, 2)
     manager = saved(tmp_path, TrainingState(model), 1)
     with pytest.raises(CheckpointError, match="has no optimizer state; restore TrainingState"):
@@ -151,14 +151,14 @@ def save_and_restore(rank: int, world_size: int, path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_tensors_without_elements(tmp_path: Path, world_size: int):
+def test_tensors_without_elements(tmp_path, world_size: int):
     assert run_ranks(world_size, save_and_restore, tmp_path) == [[]] * world_size
     assert main(["reshard", str(tmp_path), str(tmp_path / "x"), "--ranks", "3"]) == 0
     assert main(["diff", str(tmp_path), str(tmp_path / "x")]) == 0
 
 
 @on_ranks(2, isolated=True)
-def test_tensors_on_a_mesh_of_some_ranks(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_tensors_on_a_mesh_of_some_ranks(rank: int, world_size: int, tmp_path) -> None:
     """User state that lies on rank 1 alone; rank 0 has nothing of it, and knows."""
     mesh = DeviceMesh("cpu", [1])
     held = Held({"w": distribute_tensor(torch.arange(4.0), mesh, [Replicate()])})
@@ -172,7 +172,7 @@ def test_tensors_on_a_mesh_of_some_ranks(rank: int, world_size: int, tmp_path: P
         manager.save(2, state)
 
 
-def test_a_data_loader_goes_on_behind_its_last_batch(tmp_path: Path):
+def test_a_data_loader_goes_on_behind_its_last_batch(tmp_path):
     """torchdata's, by one argument, with worker processes."""
     stateful = pytest.importorskip("torchdata.stateful_dataloader")
 
@@ -212,7 +212,7 @@ class Precise(torch.optim.Optimizer):
 
 
 @on_ranks(2)
-def test_sharded_state_keeps_dtype_and_place(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_sharded_state_keeps_dtype_and_place(rank: int, world_size: int, tmp_path) -> None:
     torch.manual_seed(1)
     model = torch.nn.Linear(3, 5, dtype=torch.bfloat16)
     fully_shard(model, mesh=rank_mesh((world_size,), ("shard",)))
@@ -239,7 +239,7 @@ class Wrapper:
 
 
 @pytest.mark.parametrize("given", [lambda one: iter([one]), lambda one: (one for _ in range(1)), Wrapper])
-def test_optimizers_that_come_as_something_else(tmp_path: Path, given: Callable[[torch.optim.Optimizer], Any]):
+def test_optimizers_that_come_as_something_else(tmp_path, given: Callable[[torch.optim.Optimizer], Any]):
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
     model(torch.ones(1, 3)).sum().backward()
@@ -266,7 +266,7 @@ def empty_groups(model: torch.nn.Module, *rates: float) -> torch.optim.Optimizer
     )
 
 
-def test_an_empty_group_gets_its_own_options(tmp_path: Path):
+def test_an_empty_group_gets_its_own_options(tmp_path):
     model = torch.nn.Linear(3, 2)
     saved(tmp_path, TrainingState(model, empty_groups(model, 0.1, 0.2, 0.3)), 1)
     optimizer = empty_groups(model, 1.0, 2.0, 3.0)
@@ -274,7 +274,7 @@ def test_an_empty_group_gets_its_own_options(tmp_path: Path):
     assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.2, 0.3]
 
 
-def test_optimizers_that_do_not_share_out_the_parameters(tmp_path: Path):
+def test_optimizers_that_do_not_share_out_the_parameters(tmp_path):
     model = torch.nn.Linear(3, 2)
     both = [torch.optim.SGD(model.parameters(), momentum=0.9), torch.optim.SGD([model.bias], momentum=0.9)]
     with pytest.raises(CheckpointError, match="bias: both optimizer 0 and optimizer 1 hold it"):

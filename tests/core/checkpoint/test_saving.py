@@ -20,14 +20,14 @@ from tests.support import on_ranks
 
 
 @on_ranks(2)
-def test_all_ranks_give_the_same_directory(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_all_ranks_give_the_same_directory(rank: int, world_size: int, tmp_path) -> None:
     """Otherwise the first rank would wait half an hour for files that the others write elsewhere."""
     text = f"failed on rank 1: directory {tmp_path / '1'}, but rank 0 has {tmp_path / '0'}"
     with pytest.raises(CheckpointError, match=text):
         CheckpointManager(tmp_path / str(rank))
 
 
-def test_parts_that_never_come(tmp_path: Path):
+def test_parts_that_never_come(tmp_path):
     """A rank that writes to another disk."""
     image = Image([], pinned=False)
     directory = CheckpointDirectory(tmp_path)
@@ -44,7 +44,7 @@ def part_of(*told: Piece) -> Part:
     return Part(end, ("0" * 32,) * bool(end), told, (), ())
 
 
-def test_notes_that_are_damaged_are_none(tmp_path: Path):
+def test_notes_that_are_damaged_are_none(tmp_path):
     """One note is damaged, and one was written by another program."""
     write_part(tmp_path, 0, [b"zero"], Plan(), lambda _: None)
     note = tmp_path / "part-0.json"
@@ -87,7 +87,7 @@ def ended(*arguments: Any) -> None:
 )
 @on_ranks(2)
 def test_a_writer_that_dies_is_reported_everywhere(
-    rank: int, world_size: int, tmp_path: Path, place: str, failing: Any, text: str
+    rank: int, world_size: int, tmp_path, place: str, failing: Any, text: str
 ) -> None:
     """It cannot begin where the number of threads is limited; or it ends with an exception that is not an Exception."""
     manager = CheckpointManager(tmp_path)
@@ -134,20 +134,20 @@ def run_script(text: str, path: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
 
 
-def test_a_script_that_ends_with_a_save_on_its_way(tmp_path: Path):
+def test_a_script_that_ends_with_a_save_on_its_way(tmp_path):
     """The script does not wait for the save, but the checkpoint is complete when the process has ended."""
     run_script(SCRIPT, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
 
 
-def test_a_script_that_ends_does_not_wait_for_ranks_that_are_gone(tmp_path: Path):
+def test_a_script_that_ends_does_not_wait_for_ranks_that_are_gone(tmp_path):
     done = run_script(ALONE, tmp_path)
     assert "ranks [1] have not written their part" in done.stderr and "the training ended 0.3 s ago" in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 
 @on_ranks(2)
-def test_a_save_waits_for_the_one_before(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_a_save_waits_for_the_one_before(rank: int, world_size: int, tmp_path) -> None:
     """The first save is written once the second one waits: staging memory is the first one's until then."""
     own = Held({"values": torch.full((3000,), float(rank))})
     state = TrainingState(torch.nn.Linear(1, 1), per_rank={"own": own})

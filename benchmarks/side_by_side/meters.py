@@ -1,9 +1,8 @@
-"""The most memory that a rank has held, less the memory that it held when the meter was made."""
+"""Meters of one rank: the most memory that it has held beyond what it held before, and the bytes that it sends."""
 
 import gc
-import resource
-import sys
 import threading
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,8 +18,7 @@ _RESET_PEAK = "5"
 class MemoryMeter:
     """Make it before the network is built.
 
-    On a CPU: resident memory, as the kernel counts its peak. Where a peak cannot be reset (anywhere but on Linux),
-    `restart` does nothing and the peak is that of the whole run. On CUDA: allocated and reserved device memory.
+    On a CPU: resident memory, as Linux counts its peak. On CUDA: allocated and reserved device memory.
 
     A page that several processes map is resident in each of them. `held_during` counts it by shares instead, so that
     the ranks' figures add up to the machine's total.
@@ -29,7 +27,7 @@ class MemoryMeter:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         gc.collect()
-        self._before = 0 if device.type == "cuda" else _resident()
+        self._before = 0 if device.type == "cuda" else _from_status("VmRSS:")
         self._share_before = _share()
         self.restart()
 
@@ -37,7 +35,7 @@ class MemoryMeter:
         """Forget the peak so far."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
-        elif _CLEAR.exists():
+        else:
             _CLEAR.write_text(_RESET_PEAK)
 
     def peaks(self) -> dict[str, int]:
@@ -47,21 +45,16 @@ class MemoryMeter:
                 "allocated": torch.cuda.max_memory_allocated(self.device),
                 "reserved": torch.cuda.max_memory_reserved(self.device),
             }
-        return {"resident": _peak_resident() - self._before}
+        return {"resident": _from_status("VmHWM:") - self._before}
 
-    def held_during(self, step: Callable[[], None]) -> int | None:
-        """Most bytes, shared pages by shares, seen while `step` runs; sampled, so nothing is to be timed meanwhile.
-
-        None where the kernel does not count them.
-        """
-        if self._share_before is None:
-            return None
+    def held_during(self, step: Callable[[], None]) -> int:
+        """Most bytes, shared pages by shares, seen while `step` runs; sampled, so nothing is to be timed meanwhile."""
         seen = [0]
         done = threading.Event()
 
         def sample() -> None:
             while not done.wait(_SAMPLE_SECONDS):
-                seen.append(_share() or 0)
+                seen.append(_share())
 
         sampler = threading.Thread(target=sample)
         sampler.start()
@@ -73,24 +66,34 @@ class MemoryMeter:
         return max(seen) - self._share_before
 
 
-def _share() -> int | None:
-    if not _SHARES.exists():
-        return None
+def _share() -> int:
     line = next(line for line in _SHARES.read_text().splitlines() if line.startswith("Pss:"))
     return int(line.split()[1]) * 1024
-
-
-def _resident() -> int:
-    return _from_status("VmRSS:") if _STATUS.exists() else _peak_resident()
-
-
-def _peak_resident() -> int:
-    if _STATUS.exists():
-        return _from_status("VmHWM:")
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def _from_status(field: str) -> int:
     line = next(line for line in _STATUS.read_text().splitlines() if line.startswith(field))
     return int(line.split()[1]) * 1024
+
+
+_IO = Path("/proc/self/io")
+
+
+def socket_bytes(step: Callable[[], None]) -> int:
+    """Bytes that the process writes while `step` runs: gloo's sockets, headers included, for every system alike."""
+    before = _written()
+    step()
+    return _written() - before
+
+
+def c10d_calls(step: Callable[[], None]) -> dict[str, int]:
+    """Calls of process group operations by name while `step` runs, those from C++ (DDP's) included."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        step()
+    names = Counter(event.name for event in profiler.events())
+    return {name.removeprefix("c10d::"): count for name, count in names.items() if name.startswith("c10d::")}
+
+
+def _written() -> int:
+    line = next(line for line in _IO.read_text().splitlines() if line.startswith("wchar:"))
+    return int(line.split()[1])
