@@ -19,15 +19,15 @@ from tests.support import run_ranks
 
 ROOT = Path(shardkit.core.__file__).parent
 LIMITS = {  # functions, files
-    "fully_shard": (62, 15),
-    "first forward": (136, 19),
-    "forward": (82, 13),
-    "backward": (96, 14),
+    "fully_shard": (61, 15),
+    "first forward": (129, 17),
+    "forward": (75, 11),
+    "backward": (89, 11),
     "step": (5, 3),
-    "all": (251, 28),
+    "all": (238, 26),
 }
 if torch.__version__ >= "2.15":
-    LIMITS |= {"backward": (97, 14), "all": (252, 28)}  # gradients stay wider than the compute dtype: `_common_dtype`
+    LIMITS |= {"backward": (90, 11), "all": (239, 26)}  # gradients stay wider than the compute dtype: `_common_dtype`
 
 
 class Block(nn.Module):

@@ -317,9 +317,9 @@ def _compares(rank: int, world_size: int, layers: int, differ: bool) -> int:
 
 
 def test_the_comparison_moves_few_bytes_for_any_model() -> None:
-    """100 descriptions would be 6 KB from each rank. Bisection exchanges 16 bytes for each halving."""
+    """Ranks that differ get the descriptions of the first one: 6 KB for 100 layers, on any number of ranks."""
     sizes = [(world_size, layers) for world_size in (2, 4) for layers in (4, 100)]
     alike = [run_ranks(world_size, _compares, layers, False)[0] for world_size, layers in sizes]
     assert len(set(alike)) == 1 and max(alike) <= 16, alike
-    few, *many = (max(run_ranks(size, _compares, layers, True)) for size, layers in ((2, 4), (2, 100), (4, 100)))
-    assert max(many) <= min(few + 16 * 6, 1500), (many, few)
+    differing = [max(run_ranks(world_size, _compares, 100, True)) for world_size in (2, 4)]
+    assert max(differing) <= 10_000, differing

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shardkit.core.runtime import packing as module
-from shardkit.core.runtime.packing import Packing, as_dtype, pack
+from shardkit.core.runtime import plan as module
+from shardkit.core.runtime.plan import Packing, as_dtype, pack
 from shardkit.core.runtime.sharding import ChunkLayout
 from tests.core.runtime.cases import chunk_of, whole
 

@@ -496,7 +496,7 @@ def _set(module: FSDPModule, recurse: bool = False, /, **settings: Any) -> None:
         group.change(**settings)
 
 
-def _root_schedule(module: FSDPModule, method: str) -> Schedule[FSDPState]:
+def _root_schedule(module: FSDPModule, method: str) -> Schedule:
     state = module._get_fsdp_state()
     if state.is_root is False:
         raise RuntimeError(f"{method} must be called on the root, '{state.fqn}' is below it; call it there")

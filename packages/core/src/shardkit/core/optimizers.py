@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from shardkit.core.parameters.collect import added_parameters
 from shardkit.core.parameters.param import sharded_counterpart
 from shardkit.core.torch_compat import is_within_step, no_dynamo
 
+_hooks: list[object] = []
 _on_shards: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
@@ -59,8 +59,7 @@ def optimizer_step_on_shards(optimizer: torch.optim.Optimizer) -> None:
             "without it: DTensor operators are right for every optimizer"
         )
     _on_shards.add(optimizer)
-    _held_by.pop(optimizer, None)
-    _register()
+    watch_optimizers()
 
 
 @no_dynamo
@@ -172,10 +171,5 @@ def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None
 def watch_optimizers() -> None:
     """Hooks into the steps of all optimizers of the process, since any may hold newly sharded parameters."""
     _held_by.clear()
-    _register()
-
-
-@functools.cache
-def _register() -> None:
-    register_optimizer_step_pre_hook(before_step)
-    register_optimizer_step_post_hook(after_step)
+    if not _hooks:
+        _hooks.extend((register_optimizer_step_pre_hook(before_step), register_optimizer_step_post_hook(after_step)))

@@ -28,7 +28,7 @@ from shardkit.core.engine.schedule import Schedule
 from shardkit.core.engine.settings import GroupSettings
 from shardkit.core.mesh import DataParallelMesh, PostForwardMesh
 from shardkit.core.parameters.gradients import check_gradients
-from shardkit.core.parameters.param import FSDPParam
+from shardkit.core.parameters.param import FSDPParam, outside_inference
 from shardkit.core.parameters.registration import (
     changed,
     pass_on_freezing,
@@ -44,7 +44,7 @@ from shardkit.core.runtime.plan import GatherItem, GatherPlan, ReducePlan, plan_
 from shardkit.core.runtime.sharding import ChunkLayout
 from shardkit.core.runtime.shared.meeting import possible
 from shardkit.core.runtime.shared.segment import shared_copies
-from shardkit.core.runtime.storage import outside_inference, part_of
+from shardkit.core.runtime.storage import part_of
 from shardkit.core.stock_names import GROUP_NAMES, answers_stock_names
 from shardkit.core.torch_compat import (
     RESET_DROPS_GRADIENTS,
@@ -94,10 +94,7 @@ _RANGES = {
 
 
 def _ungraphed(method: _F) -> _F:
-    """Runs a method of a group without autograd, in a range "FSDP::all_gather (<fqn>)" or so while a profiler runs.
-
-    `torch.no_grad()` costs three times the host time, and groups do this several times a step.
-    """
+    """Runs a method of a group without autograd, in a range "FSDP::all_gather (<fqn>)" or so while a profiler runs."""
     what = _RANGES.get(method.__name__, method.__name__)
 
     @functools.wraps(method)
@@ -105,7 +102,7 @@ def _ungraphed(method: _F) -> _F:
         if getattr(profiler, "_is_profiler_enabled", False):
             with torch.profiler.record_function(f"FSDP::{what} ({group.label})"), torch.no_grad():
                 return method(group, *args, **kwargs)
-        before = torch.is_grad_enabled()
+        before = torch.is_grad_enabled()  # `torch.no_grad()` costs three times the host time
         set_grad_enabled(False)
         try:
             return method(group, *args, **kwargs)
@@ -117,17 +114,15 @@ def _ungraphed(method: _F) -> _F:
 
 @dataclass(frozen=True, eq=False)
 class GatherPlans:
-    """The plans of a group's gathers, made from its parameters: after a load or a cast both are others.
+    """The plans of a group's gathers; after a load or a cast they are made again.
 
     Attributes:
-        params: the parameters.
         items: of each parameter; empty ones of a parameter that is its own shard.
-        sharded: the plan of a gather over the shard group; None for a single rank, or without items.
-        kept: that of a gather of the parts that a smaller group keeps, from its first one on.
+        sharded: None for a single rank, or without items.
+        kept: for the parts that a smaller group keeps, from its first gather on.
         has_subclass: whether a tensor subclass decides at each gather what is sent.
     """
 
-    params: list[FSDPParam]
     items: list[list[GatherItem]]
     sharded: GatherPlan | None
     has_subclass: bool
@@ -135,21 +130,13 @@ class GatherPlans:
 
     @functools.cached_property
     def buffer_bytes(self) -> int:
-        """Bytes that a running gather takes besides the unsharded parameters."""
+        """Bytes of a running gather besides the unsharded parameters."""
         plans = (plan for plan in (self.sharded, self.kept) if plan is not None)
         return max((plan.transport.gather_buffer_bytes(plan) for plan in plans), default=0)
 
-    @functools.cached_property
-    def unsharded_bytes(self) -> int:
-        """Bytes of the unsharded parameters; not for subclasses, which decide that at each gather."""
-        return sum(param.unsharded_bytes for param in self.params)
-
 
 def place_shards(group: FSDPParamGroup, params: Sequence[FSDPParam]) -> None:
-    """Moves the shards of `params`, just made or assigned, to where they are gathered from.
-
-    That is pinned memory if they are offloaded, or shared memory if peers on this host read them.
-    """
+    """Moves shards, just made or assigned, to pinned memory if offloaded, or to memory that peers on this host read."""
     if group.offloaded:
         _pin_together([param for param in params if param.pinned])
     over = group.mesh.shard_group
@@ -177,20 +164,10 @@ def _pin_together(params: Sequence[FSDPParam]) -> None:
 
 @answers_stock_names(GROUP_NAMES)
 class FSDPParamGroup:
-    """Parameters of one `fully_shard` call that share a mesh.
-
-    Args:
-        params: the parameters.
-        mesh: their data-parallel mesh.
-        device: device of unsharded parameters.
-        mp_policy: dtypes of compute and reduction.
-        reshard_after_forward: whether forward frees the parameters.
-        post_forward_mesh: the subgroup that holds the parameters between forward and backward, or None.
-        compression: how parameters and gradients are rounded when sent, None for full precision.
+    """Parameters of one `fully_shard` call that share a mesh; arguments as the fields of `GroupSettings`.
 
     Attributes:
-        label: name of the group in messages.
-        schedule: that of its root: lanes, room, and whether an iteration runs.
+        device: that of unsharded parameters.
         ticket: the gather under way, or the one that filled the memory.
         users: the states that it belongs to; that of a tied parameter belongs to several.
         forward_users, backward_users: indices of those that are in forward or backward.
@@ -215,7 +192,7 @@ class FSDPParamGroup:
         self.label = ", ".join(param.fqn for param in params[:1])
         communication = Communication(compression)
         self.settings = GroupSettings(reshard_after_forward, mp_policy, post_forward_mesh, communication)
-        self.schedule: Schedule[Any]  # set by its first user
+        self.schedule: Schedule  # set by its first user
         self.users: WeakSet[Any] = WeakSet()
         self.counts_toward_depth = mesh.shard_size > 1
         self.taken = 0  # of the room
@@ -241,7 +218,6 @@ class FSDPParamGroup:
 
     @staticmethod
     def of(param: FSDPParam) -> FSDPParamGroup:
-        """The group of a parameter."""
         group = param.group() if param.group is not None else None
         assert isinstance(group, FSDPParamGroup), param.fqn
         return group
@@ -288,15 +264,11 @@ class FSDPParamGroup:
 
     @property
     def is_unsharded(self) -> bool:
-        """Whether unsharded memory is held: gathered, or being gathered."""
         return self.residence in _UNSHARDED
 
     @property
     def unsharded_bytes(self) -> int:
-        """Bytes of the unsharded parameters while they have memory."""
-        if self.plans is None or self.plans.has_subclass:
-            return sum(param.unsharded_bytes for param in self.params)
-        return self.plans.unsharded_bytes
+        return sum(param.unsharded_bytes for param in self.params)
 
     def bytes_when_used(self, *, in_backward: bool) -> int:
         """Bytes that its next gather takes, and then its parameters; collective until there are plans.
@@ -314,15 +286,11 @@ class FSDPParamGroup:
 
     @outside_transforms
     def unshard(self, *, in_backward: bool = False, ahead: bool = False) -> bool:
-        """Starts gathering the parameters (collective over the shard group). No-op if the gather has started.
+        """Starts gathering the parameters (collective over the shard group), or takes back CACHED memory.
 
-        In forward the gather starts from the sharded parameters, which an optimizer or a load may have changed; only
-        backward uses the parts kept after forward. For the same reason forward gathers again if they were written to
-        since the last gather began, for example by a step after a forward without a backward. CACHED memory is taken
-        back.
-
-        Returns:
-            False if it was to be gathered `ahead` of use, and there is no room.
+        Forward gathers the sharded parameters, and again if they were written to since the last gather began, as by a
+        step after a forward without a backward; only backward uses the parts kept after forward. False if it was to be
+        gathered `ahead` of use, and there is no room.
         """
         room = self.schedule.room
         if self.residence in _WITH_MEMORY:
@@ -361,11 +329,7 @@ class FSDPParamGroup:
 
     @outside_transforms
     def wait_for_unshard(self) -> None:
-        """Waits for a started gather and registers the unsharded parameters. No-op if none was started.
-
-        Every forward and backward calls this before it uses the parameters. On streams the current stream waits, even
-        if another one has already waited.
-        """
+        """Waits for a started gather, each stream that computes for itself; registers the unsharded parameters."""
         if self.residence is Residence.GATHERING:
             self._wait_for_unshard()
         elif self.residence is Residence.UNSHARDED:
@@ -385,7 +349,7 @@ class FSDPParamGroup:
             room.charge(self, self.unsharded_bytes)  # the gather's packed buffer has gone
 
     def _end_gather(self) -> None:
-        """Waits for the gather under way. If it fails, its memory is freed."""
+        """If the gather fails, its memory is freed."""
         if self.ticket is not None:
             try:
                 self.ticket.wait()
@@ -399,11 +363,8 @@ class FSDPParamGroup:
     def sweep(self, *, loading: bool = False) -> None:
         """Takes over what the user has changed, and frees memory that is out of date.
 
-        See registration.py, Note [One sweep]. Does nothing while a forward or backward uses the group. After a load, a
-        cast or a move (`loading`), tensors that the user derives from local tensors share the shards' memory.
-
-        Raises:
-            RuntimeError, ValueError: for a change that cannot be taken over, with the FQN.
+        See registration.py, Note [One sweep]. Does nothing while a forward or backward uses the group. Raises
+        RuntimeError or ValueError for a change that cannot be taken over. `loading`: after a load, a cast or a move.
         """
         if self.forward_users or self.backward_users:
             return
@@ -418,8 +379,8 @@ class FSDPParamGroup:
     def reshard(self, *, keep: bool = False, cache: bool = False, for_backward: bool = False) -> None:
         """Registers the sharded parameters and frees the unsharded ones.
 
-        With `keep`, and a smaller group to reshard to, this rank's part for that group is kept. With `cache` the memory
-        stays until another gather needs it, if that is possible; `for_backward` if backward will use it.
+        With `keep`, this rank's part for a smaller group is kept, if there is one. With `cache` the memory stays until
+        another gather needs it, if that is possible; `for_backward` if backward will use it.
         """
         if self.residence is Residence.SHARDED or (cache and self.residence is Residence.CACHED):
             return
@@ -493,11 +454,11 @@ class FSDPParamGroup:
         plan, sent = None, [item for each in items for item in each]
         if transports.gather is not None and sent:
             plan = plan_gather(sent, transports.gather, self.label, self.mesh.shard_rank)
-        self.plans = GatherPlans(self.params, items, plan, has_subclass)
+        self.plans = GatherPlans(items, plan, has_subclass)
 
     @_ungraphed
     def _gather(self) -> Ticket | None:
-        """Starts a gather from the shards. None if there is nothing to wait for."""
+        """Starts a gather from the shards; None if there is nothing to wait for."""
         params = self.params
         transports, plans = self._prepare()
         before, self.versions = self.versions, versions_of([param.sharded_param for param in params])
@@ -545,11 +506,7 @@ class FSDPParamGroup:
         return ticket
 
     def _check_wire_sizes(self, transports: Transports, items: list[list[GatherItem]]) -> None:
-        """Checks that ranks agree on the sizes that subclasses chose; different sizes would hang (collective).
-
-        Raises:
-            ValueError: on every rank of the shard group.
-        """
+        """Raises ValueError on every rank if subclasses chose different sizes, which would hang (collective)."""
         uneven = [
             (param, [(item.layout.numel, str(item.dtype)) for item in items_of])
             for param, items_of in zip(self.params, items, strict=True)
@@ -588,7 +545,7 @@ class FSDPParamGroup:
     # -- gradients -----------------------------------------------------------------------------------------------------
 
     def begin_backward(self) -> None:
-        """Call when the parameters are gathered and a backward is about to read them."""
+        """Backward is about to read the gathered parameters."""
         for param in self.params:
             if param.may_defer:
                 param.defer_cast(will_reduce=self.settings.reduce_grads)
@@ -620,7 +577,7 @@ class FSDPParamGroup:
     @outside_transforms
     @_ungraphed
     def synchronize_gradients(self) -> None:
-        """Reduces all gradients that have yet to be reduced, whatever the settings are (collective)."""
+        """Reduces all gradients that wait for it, whatever the settings are (collective)."""
         if self._accumulating or self.has_gradients or self.has_partial:
             settings = replace(self.settings, reduce_grads=True, all_reduce_grads=True)
             params, gradients = reduction.take_gradients(self.params, settings, alike=self._accumulating)
@@ -658,14 +615,13 @@ class FSDPParamGroup:
             self.reshard_after_use(stays=False)
 
     def reshard_after_use(self, *, stays: bool, cache: bool = False) -> None:
-        """Reshards when backward no longer needs the parameters."""
         if self.settings.reshard_after_backward and not (self.forward_users or self.prefetched or stays):
             self.reshard(cache=cache)
         self.schedule.room.make_room()  # a reduction follows, and takes memory before the next gather does
 
     @property
     def has_gradients(self) -> bool:
-        """Whether backward has left unsharded gradients that have not been taken yet."""
+        """Whether backward has left unsharded gradients that nobody has taken."""
         return any(getattr(param.unsharded_param, "grad", None) is not None for param in self.params)
 
     @property
@@ -674,13 +630,9 @@ class FSDPParamGroup:
         return bool(self.mesh.replicate_axes) and any(param.partial is not None for param in self.params)
 
     def check_step(self) -> list[FSDPParam]:
-        """Before an optimizer steps: waits for readers of the shards, and finds gradients that it would miss.
+        """Before an optimizer steps: waits for readers of the shards; raises if it would miss a gradient.
 
-        Returns:
-            The parameters with gradients that an earlier backward has left unreduced, or summed over shards only.
-
-        Raises:
-            RuntimeError: with the FQN of a parameter whose gradient would be missing from the step.
+        Returns the parameters with gradients that an earlier backward has left unreduced, or summed over shards only.
         """
         schedule = self.schedule
         if schedule.context.finalization is not None:

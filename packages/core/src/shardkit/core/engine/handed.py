@@ -32,7 +32,6 @@ class HandedContainers:
         self._note(own, given, copies_only)
 
     def _note(self, own: Any, given: Any, copies_only: bool) -> None:
-        """Remembers a value and its contents."""
         if given is not own:
             self._owned[id(given)] = given, own
         elif copies_only:
@@ -52,7 +51,7 @@ class HandedContainers:
             self._note(mine, one, copies_only)
 
     def added(self) -> list[torch.Tensor]:
-        """After forward: the tensors that it has added. Call it before `give_back`."""
+        """The tensors that forward has added. Call it before `give_back`."""
         found: list[torch.Tensor] = []
         for handed in self._found.values():
             before = {id(one) for one in handed.before.values()}
@@ -60,7 +59,7 @@ class HandedContainers:
         return [tensor for tensor in found if id(tensor) not in self._owned]
 
     def give_back(self, *, undo: bool) -> None:
-        """After forward: applies forward's changes to the caller's containers, or reverts them (`undo`)."""
+        """Applies forward's changes to the caller's containers, or reverts them (`undo`)."""
         for handed in reversed(self._found.values()):  # innermost first
             now = _entries(handed.given)
             if list(now) == list(handed.before) and all(now[key] is one for key, one in handed.before.items()):

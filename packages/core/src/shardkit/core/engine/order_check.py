@@ -1,10 +1,9 @@
 """SHARDKIT_DEBUG=order: finds ranks that run their groups in different orders, and reports each rank's order.
 
 Before each gather, reduce-scatter and all-reduce the ranks of its group exchange a hash of everything that they have
-run on that group so far. If the hashes differ, they exchange and compare their last entries. This costs one small
-collective for each collective. On CPU it also removes the overlap of gathers and reductions: a rank that runs fewer
-groups may wait for its peers' part in earlier operations, so a rank completes all of these before the exchange
-(`CommContext.catch_up`).
+run on that group so far; if the hashes differ, their last entries. On CPU this removes the overlap of gathers and
+reductions: a rank that runs fewer groups may wait for its peers' part in earlier operations, so a rank completes all of
+these before the exchange (`CommContext.catch_up`).
 """
 
 from __future__ import annotations
@@ -32,9 +31,7 @@ class OrderCheck:
     def record(self, what: str, label: str, group: dist.ProcessGroup | None, device: torch.device) -> None:
         """Call before a group runs a collective (itself a collective over `group`).
 
-        Raises:
-            RuntimeError: on every rank of `group` if the ranks have not all run the same so far; on this rank if a peer
-                does not come to its next collective, because it has ended or runs no further groups.
+        Raises RuntimeError on every rank if they have not all run the same so far; here if a peer does not come.
         """
         if group is None or group.size() == 1:
             return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,57 +15,32 @@ from shardkit.core.engine.settings import GroupSettings
 from shardkit.core.parameters.param import FSDPParam
 from shardkit.core.runtime.collective import all_reduce
 from shardkit.core.runtime.lanes import NEXT_STAGE, Program, Reduction, hold
-from shardkit.core.runtime.plan import Mean, ReduceItem, ReducePlan, Transport, plan_reduce
-from shardkit.core.runtime.storage import note_allocated, note_freed
+from shardkit.core.runtime.plan import Mean, ReduceItem, Transport, note_allocated, note_freed, plan_reduce
 from shardkit.core.torch_compat import GRAD_DTYPE_DECIDES, has_gradient_hooks
 
 # At most this many plans, one for each set of parameters with gradients. Few sets occur unless use is random.
 _MOST_PLANS = 64
 
 
-@dataclass(frozen=True)
-class Division:
-    """How the sum over ranks becomes a mean, or is divided by the user's factor.
-
-    Attributes:
-        op: reduction of the collectives, SUM or AVG.
-        before: divisor of each rank's gradient before the sum.
-        after_scatter: divisor of the sum after reduce-scatter, before all-reduce and hook.
-        after_all: divisor at the end.
-    """
-
-    op: dist.ReduceOp.RedOpType
-    before: float | None = None
-    after_scatter: float | None = None
-    after_all: float | None = None
-
-
 @functools.lru_cache(maxsize=64)
-def division_for(size: int, dtype: torch.dtype, factor: float | None, force_sum: bool) -> Division:
-    """The division for `size` data-parallel ranks, with the same arithmetic in the same order as stock FSDP2.
+def division_for(size: int, dtype: torch.dtype, factor: float | None, force_sum: bool) -> tuple[Mean, float | None]:
+    """The mean over `size` ranks, and a divisor at the end, after all-reduce: stock's arithmetic in the same order.
 
-    float32 and bfloat16 have range to spare: the mean is the collective's own AVG. Other dtypes could overflow in the
-    sum or underflow in the division, so about sqrt(factor) is divided before the sum and the rest after.
+    The mean is that of the reduce-scatter, of which only the operation is left for replicas. float32 and bfloat16 have
+    range to spare: it is the collective's own AVG. Other dtypes could overflow in the sum or underflow in the division,
+    so about sqrt(factor) is divided before the sum and the rest after.
     """
     if dtype in (torch.float32, torch.bfloat16) and not force_sum:
         if factor is not None:
-            return Division(dist.ReduceOp.SUM, after_scatter=factor)
-        return Division(dist.ReduceOp.AVG if size > 1 else dist.ReduceOp.SUM)
+            return Mean(after=factor), None
+        return Mean(dist.ReduceOp.AVG if size > 1 else dist.ReduceOp.SUM), None
     total = float(size) if factor is None else factor
     if dtype in (torch.float32, torch.bfloat16):
-        return Division(dist.ReduceOp.SUM, after_all=total)
+        return Mean(), total
     before = 1.0
     while total % before == 0 and total > before * before:
         before *= 2
-    return Division(dist.ReduceOp.SUM, before=before, after_all=total / before)
-
-
-class Reduced(Group, Protocol):
-    """A parameter group, which `group.py` documents."""
-
-    reduce_plans: dict[tuple[Any, ...], ReducePlan]
-    offloaded: bool
-    when_delivered: list[Callable[[Sequence[FSDPParam]], None]]
+    return Mean(before=before), total / before
 
 
 @dataclass
@@ -76,19 +51,17 @@ class Bucket:
     gradients: list[torch.Tensor]
     grad_dtype: torch.dtype
     dtype: torch.dtype
-    division: Division
+    mean: Mean
+    after_all: float | None
 
 
 def take_gradients(
     params: Sequence[FSDPParam], settings: GroupSettings, *, alike: bool
 ) -> tuple[list[FSDPParam], list[torch.Tensor]]:
-    """Takes the unsharded gradients of `params`; returns them, and the parameters that had one.
+    """Takes the unsharded gradients of `params`; returns the parameters that had one, and them.
 
     With `alike` some were accumulated in the dtype of sums and some are fresh, which may differ by rank; they are cast
-    to the same dtype.
-
-    Raises:
-        RuntimeError: for a sparse one; the message has the FQN.
+    to the same dtype. Raises RuntimeError for a sparse one.
     """
     found: list[FSDPParam] = []
     gradients: list[torch.Tensor] = []
@@ -108,7 +81,7 @@ def take_gradients(
 
 
 def buckets(
-    group: Reduced,
+    group: Group,
     params: Sequence[FSDPParam],
     gradients: list[torch.Tensor],
     transport: Transport | None,
@@ -124,7 +97,7 @@ def buckets(
         kind = gradient.dtype, common or param.gradient_dtype.sums or gradient.dtype
         if (bucket := found.get(kind)) is None:
             factor, force_sum = settings.gradient_divide_factor, settings.force_sum_reduction
-            bucket = found[kind] = Bucket([], [], *kind, division_for(group.mesh.size, kind[1], factor, force_sum))
+            bucket = found[kind] = Bucket([], [], *kind, *division_for(group.mesh.size, kind[1], factor, force_sum))
         bucket.params.append(param)
         bucket.gradients.append(gradient)
     gradients.clear()
@@ -142,12 +115,11 @@ def _common_dtype(params: Sequence[FSDPParam], gradients: list[torch.Tensor]) ->
     return functools.reduce(torch.promote_types, dtypes)
 
 
-def program(group: Reduced, bucket: Bucket, transport: Transport | None, settings: GroupSettings) -> Program:
+def program(group: Group, bucket: Bucket, transport: Transport | None, settings: GroupSettings) -> Program:
     """The program that reduces `bucket` and delivers its sums. Packs its gradients now, on the current stream."""
-    division = bucket.division
     if transport is None:
         sizes = [gradient.numel() for gradient in bucket.gradients]
-        scatter = _copy_all(bucket.gradients, bucket.dtype, division, group.label)
+        scatter = _copy_all(bucket, group.label)
         return _reduce(group, bucket, scatter, lambda output: output.split(sizes), settings)
     key = (bucket.grad_dtype, bucket.dtype, transport, *map(id, bucket.params))
     plan = group.reduce_plans.get(key)
@@ -160,13 +132,12 @@ def program(group: Reduced, bucket: Bucket, transport: Transport | None, setting
         dtypes = bucket.grad_dtype, bucket.dtype
         plan = plan_reduce(items, transport, group.label, group.mesh.shard_rank, *dtypes, members)
         group.reduce_plans[key] = plan
-    mean = Mean(division.op, division.before, division.after_scatter)
-    scatter = plan.transport.reduce(plan, bucket.gradients, mean)
+    scatter = plan.transport.reduce(plan, bucket.gradients, bucket.mean)
     return _reduce(group, bucket, scatter, plan.output_views, settings)
 
 
 def _reduce(
-    group: Reduced,
+    group: Group,
     bucket: Bucket,
     scatter: Reduction,
     views_of: Callable[[torch.Tensor], Sequence[torch.Tensor]],
@@ -179,7 +150,7 @@ def _reduce(
     output = yield from scatter
     del scatter  # it has the packed gradients, or those that were reduced in place
     try:
-        division, params, views = bucket.division, bucket.params, views_of(output)
+        params, views = bucket.params, views_of(output)
         mesh, hook = group.mesh, settings.all_reduce_hook
         over = mesh.replicate_groups if mesh.replicate_axes and settings.native_all_reduce else ()
         waits = bool(over) and not settings.all_reduce_grads
@@ -200,11 +171,11 @@ def _reduce(
             yield NEXT_STAGE
             hold(output)  # each stage has a stream of its own, which must end before the memory is used again
         for replicas in over:
-            yield from all_reduce(output, replicas, division.op, group.label)
+            yield from all_reduce(output, replicas, bucket.mean.op, group.label)
         if hook is not None:
             _run_hook(hook, output, settings.all_reduce_hook_stream)
-        if division.after_all is not None and division.after_all != 1:
-            output.div_(division.after_all)
+        if bucket.after_all not in (None, 1):
+            output.div_(bucket.after_all)
         dtypes = {param.gradient_dtype.delivered or output.dtype for param in params}
         if len(dtypes) == 1 and (group.offloaded or output.dtype not in dtypes):
             flat = output.to(dtypes.pop())
@@ -233,16 +204,17 @@ def _to_host(params: Sequence[FSDPParam], flat: torch.Tensor) -> torch.Tensor:
     return host.copy_(flat, non_blocking=overlap)
 
 
-def _copy_all(gradients: list[torch.Tensor], dtype: torch.dtype, division: Division, label: str) -> Reduction:
+def _copy_all(bucket: Bucket, label: str) -> Reduction:
     """The reduce-scatter of a single rank, which sends nothing."""
+    gradients = bucket.gradients
     hold(*gradients)
     sizes = [gradient.numel() for gradient in gradients]
-    output = torch.empty(sum(sizes), dtype=dtype, device=gradients[0].device)
+    output = torch.empty(sum(sizes), dtype=bucket.dtype, device=gradients[0].device)
     note_allocated(output, label, "reduce_output")
     for part, gradient in zip(output.split(sizes), gradients, strict=True):
         part.copy_(gradient.reshape(-1))
     gradients.clear()
-    for divisor in (division.before, division.after_scatter):
+    for divisor in (bucket.mean.before, bucket.mean.after):
         if divisor not in (None, 1):
             output.div_(divisor)
     return output
@@ -261,10 +233,10 @@ def _run_hook(hook: Callable[[torch.Tensor], None], output: torch.Tensor, stream
     lane.wait_stream(stream)
 
 
-def _deliver_unreduced(group: Reduced, bucket: Bucket) -> None:
+def _deliver_unreduced(group: Group, bucket: Bucket) -> None:
     """A single rank, nothing to reduce: autograd's gradient becomes the sharded one without a copy."""
-    division = bucket.division
-    factors = [one for one in (division.before, division.after_scatter, division.after_all) if one not in (None, 1)]
+    divisors = bucket.mean.before, bucket.mean.after, bucket.after_all
+    factors = [one for one in divisors if one not in (None, 1)]
     reduced = [functools.reduce(torch.div, factors, gradient.to(bucket.dtype)) for gradient in bucket.gradients]
     stepped = [param.deliver(gradient) for param, gradient in zip(bucket.params, reduced, strict=True)]
     if any(stepped):

@@ -2,8 +2,8 @@
 
 Note [Room]
 A root has room for a number of groups (a prefetch depth) or for a number of bytes (a budget). A depth counts a state as
-one group, and only the groups that forward frees: not the root's, and not those that are set to stay. A budget counts
-the bytes of all groups, and the packed buffer of each gather under way. Otherwise both follow the same rules.
+one group, and only those that forward frees: not the root's, and not those that are set to stay. A budget counts the
+bytes of all groups, and the packed buffer of each gather under way.
 
 When its forward or backward ends, a group is *cached*: its modules hold the sharded parameters, but its memory is there
 and still valid. A group that is used again takes its memory back without a gather; backward, for example, begins
@@ -27,59 +27,18 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Iterable
-from typing import Protocol, TypeAlias
+from typing import Any, TypeAlias
 
-import torch
+from shardkit.core.engine.settings import DEFAULT_PREFETCH_DEPTH, Prefetch
 
-from shardkit.core.engine.settings import DEFAULT_PREFETCH_DEPTH, GroupSettings, Prefetch
-from shardkit.core.mesh import DataParallelMesh
-from shardkit.core.parameters.param import FSDPParam
+Group: TypeAlias = Any
+"""An `FSDPParamGroup` (group.py), which imports this file."""
 
-
-class Group(Protocol):
-    """A parameter group, as far as those know it that it knows itself; `group.py` documents what it has.
-
-    Attributes:
-        taken: what it takes of the room: 1 or 0, or bytes.
-        counts_toward_depth: whether a depth counts it, if forward frees it.
-    """
-
-    params: list[FSDPParam]
-    mesh: DataParallelMesh
-    device: torch.device
-    versions: list[int]
-    taken: int
-    counts_toward_depth: bool
-    label: str
-    settings: GroupSettings
-    prefetched: bool
-
-    @property
-    def in_use(self) -> bool: ...
-    @property
-    def is_unsharded(self) -> bool: ...
-    @property
-    def written(self) -> bool: ...
-    @property
-    def unsharded_bytes(self) -> int: ...
-    def bytes_when_used(self, *, in_backward: bool) -> int: ...
-    def sweep(self) -> None: ...
-    def unshard(self, *, in_backward: bool = False, ahead: bool = False) -> bool: ...
-    def reshard(self) -> None: ...
-    def free(self) -> None: ...
-
-
-_Reference: TypeAlias = weakref.ReferenceType[Group]
+_Reference: TypeAlias = weakref.ReferenceType[Any]
 
 
 class Room:
-    """See Note [Room].
-
-    Attributes:
-        prefetch: the user's setting of how far ahead groups are gathered.
-        by_bytes: whether a budget limits it.
-        states_ahead: number of states whose gathers may start before they begin, if there is room.
-    """
+    """See Note [Room]. `states_ahead` is the number of states whose gathers may start before they begin."""
 
     def __init__(self, prefetch: Prefetch) -> None:
         depth = DEFAULT_PREFETCH_DEPTH if prefetch.depth is None else prefetch.depth
@@ -95,7 +54,7 @@ class Room:
         self._ahead: dict[_Reference, bool] = {}  # gathered ahead; True if for backward
 
     def admit(self, groups: Iterable[Group]) -> None:
-        """Makes this the room of `groups`, none of which is cached."""
+        """Makes this the room of `groups`; none is cached."""
         for group in groups:
             self._groups.append(weakref.ref(group))
             group.taken = 0
@@ -109,13 +68,9 @@ class Room:
     # -- what a group takes --------------------------------------------------------------------------------------------
 
     def take(self, group: Group, *, in_backward: bool, ahead: bool) -> bool:
-        """Takes room for the gather of `group`, and frees memory for it if necessary.
+        """Takes room for the gather of `group`, and frees memory for it; False if there is none for one `ahead` of use.
 
-        Returns:
-            False if there is no room for a gather `ahead` of use.
-
-        Raises:
-            ValueError: if a budget does not hold the group beside those in use.
+        Raises ValueError if a budget does not hold the group beside those in use.
         """
         if self.by_bytes:
             needs = group.bytes_when_used(in_backward=in_backward)
@@ -131,7 +86,7 @@ class Room:
         return True
 
     def charge(self, group: Group, taken: int) -> None:
-        """Notes what the group takes of the room from now on."""
+        """The group takes so much of the room from now on."""
         self._taken += taken - group.taken
         group.taken = taken
 
@@ -184,12 +139,9 @@ class Room:
     # -- when a group is no longer in use ------------------------------------------------------------------------------
 
     def cache(self, group: Group, *, for_backward: bool) -> bool:
-        """Notes that a gather may free the memory of `group`, which backward will use if it stays `for_backward`.
+        """A gather may free the memory of `group`, also if it is set to stay; `for_backward` if backward will use it.
 
-        The group may be one that is set to stay unsharded: a budget frees it if it must.
-
-        Returns:
-            False if nothing is cached: with a depth of 0, and of groups that take no room.
+        False if nothing is cached: with a depth of 0, and of groups that take no room.
         """
         if not (self.states_ahead and group.taken):
             return False
@@ -197,7 +149,7 @@ class Room:
         return True
 
     def uncache(self, group: Group) -> bool:
-        """Notes that no gather may free the memory of `group` any more; whether one might."""
+        """No gather may free the memory of `group` any more; whether one might."""
         reference = weakref.ref(group)  # in both, if backward has used the group without unsharding it
         found = [queue.pop(reference, None) for queue in (self._unneeded, self._for_backward)]
         return found != [None, None]
@@ -217,17 +169,20 @@ class Room:
 
     # -- gathers ahead of use ------------------------------------------------------------------------------------------
 
-    def gather_ahead(self, group: Group, *, in_backward: bool) -> bool:
-        """Starts the gather of a group that will be used soon, or keeps what it has. False if there is no room."""
-        if group.is_unsharded:
-            stays = not group.settings.reshard_after_forward
-            if not self.uncache(group) and (stays or not group.in_use):
-                return True
-        elif not group.unshard(in_backward=in_backward, ahead=True):
-            return False
-        group.prefetched = True  # so that the end of another use does not free it
-        self._ahead.pop(weakref.ref(group), None)
-        self._ahead[weakref.ref(group)] = in_backward
+    def gather_ahead(self, groups: Iterable[Group], *, in_backward: bool) -> bool:
+        """Starts the gathers of a state that will begin soon, or keeps what it has. False if there is no room."""
+        for group in groups:
+            if in_backward and not group.settings.unshard_in_backward:
+                continue
+            if group.is_unsharded:
+                stays = not group.settings.reshard_after_forward
+                if not self.uncache(group) and (stays or not group.in_use):
+                    continue
+            elif not group.unshard(in_backward=in_backward, ahead=True):
+                return False
+            group.prefetched = True  # so that the end of another use does not free it
+            self._ahead.pop(weakref.ref(group), None)
+            self._ahead[weakref.ref(group)] = in_backward
         return True
 
     def free_unused(self, *, in_backward: bool) -> None:
@@ -242,7 +197,6 @@ class Room:
                     group.reshard()
 
     def clear(self) -> None:
-        """Frees what was gathered ahead, and cached memory."""
         for backward in (False, True):
             self.free_unused(in_backward=backward)
         self.free_cached()

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator
+from itertools import count, zip_longest
 from operator import attrgetter
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from shardkit.core import events
 from shardkit.core.digests import numbers_of
 from shardkit.core.engine.group import FSDPParamGroup
 from shardkit.core.engine.order_check import OrderCheck
-from shardkit.core.engine.schedule import Schedule, ScheduledState
+from shardkit.core.engine.schedule import State
 from shardkit.core.mesh import DataParallelMesh, groups_of_copies
 from shardkit.core.parameters.collect import STATE
 from shardkit.core.parameters.param import FSDPParam
@@ -28,20 +28,10 @@ from shardkit.core.parameters.placements import is_ours
 from shardkit.core.runtime.collective import agree
 from shardkit.core.torch_compat import local_of, outside_transforms, stock_modules_around
 
-
-class RootedState(ScheduledState, Protocol):
-    """A state that has a schedule, or will get that of its root."""
-
-    groups: list[FSDPParamGroup]
-    schedule: Schedule[Any]
-
-
-live_roots: weakref.WeakSet[RootedState] = weakref.WeakSet()
+live_roots: weakref.WeakSet[State] = weakref.WeakSet()
 """The states that have begun as roots."""
 
 _LOG = logging.getLogger(__name__)
-
-_T = TypeVar("_T")
 
 _Entry: TypeAlias = tuple[str, tuple[int, ...], str, str, bool, str, int]
 """A parameter as all ranks must have it: FQN, shape, dtype, how it is cut, requires_grad, its group.
@@ -51,15 +41,10 @@ Last a number for its values, if the ranks are to hold the same ones.
 
 
 @outside_transforms
-def initialise_root(root: RootedState, *, same_names: bool = True) -> None:
+def initialise_root(root: State, *, same_names: bool = True) -> None:
     """Makes `root` the root of all states below its module (collective: the ranks compare their parameters).
 
     Without `same_names` a parameter may have another name on each rank, and groups are not compared.
-
-    Raises:
-        RuntimeError: if a state below has already been initialised as a root, if the state has several modules, if
-            torch's own `fully_shard` has sharded a module around it, or if the ranks disagree about the parameters,
-            or replicas about their values.
     """
     if len(root.modules) > 1:
         names = [type(module).__name__ for module in _alive(root)]
@@ -68,11 +53,24 @@ def initialise_root(root: RootedState, *, same_names: bool = True) -> None:
             "the model that contains these modules, and run a forward pass through it first"
         )
     (module,) = _alive(root)
-    _refuse_other_engine_around(module)
+    for outer in stock_modules_around(module):  # it takes our shards for tensor-parallel parameters, without gradients
+        inner = next(name for name, one in outer.named_modules() if one is module)
+        raise RuntimeError(
+            f"torch's own fully_shard has sharded the {type(outer).__name__} around '{inner}', which shardkit has "
+            "sharded; one model has one engine. Call shardkit.core.install() before the first module is sharded, or "
+            "shard every module with shardkit.core.fully_shard"
+        )
     states = _states_below(root, module)
     _set_names(states, module)
     for state in states:
-        _check_prefetching(state, root, type(module).__name__)
+        own, of_root = state.schedule.room.prefetch, root.schedule.room.prefetch
+        for setting in ("depth", "budget"):
+            seen = getattr(own, setting)
+            if seen not in (None, getattr(of_root, setting)):
+                raise RuntimeError(
+                    f"set_prefetch_{setting}({seen}) was called on '{state.fqn}', below the root "
+                    f"{type(module).__name__}; it is a setting of the root; call it there"
+                )
         if state is not root and state.schedule.manual_finalization:
             raise RuntimeError(
                 f"set_manual_backward_finalization(True) was called on '{state.fqn}', below the root "
@@ -96,7 +94,7 @@ def initialise_root(root: RootedState, *, same_names: bool = True) -> None:
         for group in root.groups:
             group.change(reshard_after_forward=False)
     if checks_replicas_every is not None:
-        forwards = itertools.count(1)
+        forwards = count(1)
 
         def check_replicas(module: nn.Module, inputs: object) -> None:
             if next(forwards) % checks_replicas_every == 0:
@@ -106,8 +104,8 @@ def initialise_root(root: RootedState, *, same_names: bool = True) -> None:
         module.register_forward_pre_hook(check_replicas, prepend=True)
     root.schedule.states = [weakref.ref(state) for state in states]
     root.schedule.room.admit(groups)
-    count = sum(len(group.params) for group in groups)
-    _LOG.info("%s is a root: %d parameters in %d groups of %d calls", root.fqn, count, len(groups), len(states))
+    number = sum(len(group.params) for group in groups)
+    _LOG.info("%s is a root: %d parameters in %d groups of %d calls", root.fqn, number, len(groups), len(states))
     if events.hub.active:
         events.emit(events.RootReady(module))
 
@@ -126,27 +124,6 @@ def _wanted_checks() -> tuple[bool, int | None]:
                 raise ValueError(f"SHARDKIT_DEBUG has {word!r}; expected replicas, or replicas=100 for every 100th")
             return "order" in words, int(every or 1)
     return "order" in words, None
-
-
-def _refuse_other_engine_around(module: nn.Module) -> None:
-    """Refuses torch's engine around ours: it takes our shards for tensor-parallel parameters, without gradients."""
-    for outer in stock_modules_around(module):
-        name = next(name for name, inner in outer.named_modules() if inner is module)
-        raise RuntimeError(
-            f"torch's own fully_shard has sharded the {type(outer).__name__} around '{name}', which shardkit has "
-            "sharded; one model has one engine. Call shardkit.core.install() before the first module is sharded, or "
-            "shard every module with shardkit.core.fully_shard"
-        )
-
-
-def _check_prefetching(state: RootedState, root: RootedState, name: str) -> None:
-    for setting in ("depth", "budget"):
-        seen, expected = getattr(state.schedule.room.prefetch, setting), getattr(root.schedule.room.prefetch, setting)
-        if seen not in (None, expected):
-            raise RuntimeError(
-                f"set_prefetch_{setting}({seen}) was called on '{state.fqn}', below the root {name}; it is a setting "
-                "of the root; call it there"
-            )
 
 
 def _warn_of_smaller_meshes(groups: list[FSDPParamGroup]) -> None:
@@ -172,14 +149,14 @@ def _warn_of_smaller_meshes(groups: list[FSDPParamGroup]) -> None:
             return
 
 
-def _alive(state: RootedState) -> list[nn.Module]:
+def _alive(state: State) -> list[nn.Module]:
     return [module for reference in state.modules if (module := reference()) is not None]
 
 
-def _states_below(root: RootedState, module: nn.Module) -> list[RootedState]:
-    states: dict[RootedState, None] = {}
+def _states_below(root: State, module: nn.Module) -> list[State]:
+    states: dict[State, None] = {}
     for name, below in module.named_modules():
-        state: RootedState | None = below.__dict__.get(STATE)
+        state: State | None = below.__dict__.get(STATE)
         if state is None or state in states:
             continue
         if state.is_root is not None:
@@ -191,7 +168,7 @@ def _states_below(root: RootedState, module: nn.Module) -> list[RootedState]:
     return list(states)
 
 
-def _set_names(states: list[RootedState], root: nn.Module) -> None:
+def _set_names(states: list[State], root: nn.Module) -> None:
     names = {id(module): name for name, module in reversed(list(root.named_modules()))}
     for state in states:
         own = [names.get(id(module), type(module).__name__) or type(root).__name__ for module in _alive(state)]
@@ -214,7 +191,7 @@ def buffers_of_ranks(
 
     Running statistics, as of batch normalisation, are each rank's own.
     """
-    state: RootedState | None = module.__dict__.get(STATE)
+    state: State | None = module.__dict__.get(STATE)
     if state is not None and state.groups:
         mesh = state.groups[0].mesh
     if mesh is not None and not hasattr(module, "track_running_stats"):
@@ -226,14 +203,13 @@ def buffers_of_ranks(
 
 
 def _check_agreement(
-    groups: list[FSDPParamGroup], root: RootedState, same_names: bool, closely: nn.Module | None = None
+    groups: list[FSDPParamGroup], root: State, same_names: bool, closely: nn.Module | None = None
 ) -> None:
     """Raises on every rank if any two describe their parameters differently (collective over all process groups).
 
     If it is to look `closely` at the root's module, all elements are compared, and buffers too.
 
-    Ranks that agree exchange 16 bytes for each process group. Others find the first difference by bisection, with an
-    exchange that grows with the logarithm of the number of parameters, not with the number of ranks.
+    Ranks that agree exchange 16 bytes for each process group.
     """
     described: dict[dist.ProcessGroup, list[_Entry]] = defaultdict(list)
     device = torch.device("cpu")
@@ -281,7 +257,7 @@ def _check_agreement(
         message: str | None = None
         for process_group, mine in described.items():
             found = _difference(mine, process_group, device)
-            message = _first_of(message or found, process_group, device)
+            message = _first_of(message or found, process_group)
     except RuntimeError as error:  # the backend's, if a rank does not arrive
         raise RuntimeError(
             f"{root.fqn}: set-up failed (comparing models with the other ranks): {error}; check that every rank runs "
@@ -313,51 +289,37 @@ def _difference(mine: list[_Entry], group: dist.ProcessGroup, device: torch.devi
 
     None if all ranks of `group` have the same parameters. All ranks get the same text.
     """
-    agreeing, differing = 0, _reduced(len(mine), dist.ReduceOp.MAX, group, device) + 1
-    while differing - agreeing > 1:
-        middle = (agreeing + differing) // 2
-        if agree(repr(mine[:middle]).encode(), group, device):
-            agreeing = middle
-        else:
-            differing = middle
-    entry = mine[agreeing] if agreeing < len(mine) else None
-    expected = _broadcast(entry, 0, group, device)
-    other = _reduced(group.size() if entry == expected else group.rank(), dist.ReduceOp.MIN, group, device)
-    if other == group.size():
+    box = [mine]
+    dist.broadcast_object_list(box, group=group, group_src=0, device=device)
+    (first,) = box
+    pairs = enumerate(zip_longest(mine, first))
+    place, entry = next(((place, own) for place, (own, other) in pairs if own != other), (None, None))
+    found: list[Any] = [None] * group.size()
+    dist.all_gather_object(found, (place, entry), group=group)
+    if not (places := [place for place, _ in found if place is not None]):
         return None
-    seen = _broadcast(entry, other, group, device)
-    count = _reduced(int(entry != expected), dist.ReduceOp.SUM, group, device)
-    ranks = dist.get_process_group_ranks(group)
-    more = f" ({count} of {len(ranks)} ranks differ from rank {ranks[0]})" if count > 1 else ""
+    earliest, ranks = min(places), dist.get_process_group_ranks(group)
+    (other, seen), *others = [(rank, one) for rank, (place, one) in zip(ranks, found, strict=True) if place == earliest]
+    expected = first[earliest] if earliest < len(first) else None
+    more = f" ({1 + len(others)} of {len(ranks)} ranks differ from rank {ranks[0]})" if others else ""
     if expected is not None and seen is not None and expected[:-1] == seen[:-1]:
         return (
-            f"the replicas of '{expected[0]}' (number {agreeing} in order of use) hold different values: rank "
-            f"{ranks[0]} others than rank {ranks[other]}{more}. Build and load the model alike on all ranks, or call "
+            f"the replicas of '{expected[0]}' (number {earliest} in order of use) hold different values: rank "
+            f"{ranks[0]} others than rank {other}{more}. Build and load the model alike on all ranks, or call "
             "shardkit.core.broadcast_replicas(model), which takes the first replica's"
         )
     return (
-        f"the ranks disagree about the model's parameters, number {agreeing} in order of use: rank {ranks[0]} "
-        f"has {_describe(expected)}, rank {ranks[other]} has {_describe(seen)}{more}. Every rank must build "
+        f"the ranks disagree about the model's parameters, number {earliest} in order of use: rank {ranks[0]} "
+        f"has {_describe(expected)}, rank {other} has {_describe(seen)}{more}. Every rank must build "
         "the same model and call fully_shard on the same modules"
     )
 
 
-def _first_of(message: str | None, group: dist.ProcessGroup, device: torch.device) -> str | None:
+def _first_of(message: str | None, group: dist.ProcessGroup) -> str | None:
     """The message of the first rank of `group` that has one (collective)."""
-    source = _reduced(group.size() if message is None else group.rank(), dist.ReduceOp.MIN, group, device)
-    return None if source == group.size() else _broadcast(message, source, group, device)
-
-
-def _reduced(value: int, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup, device: torch.device) -> int:
-    tensor = torch.tensor([value], dtype=torch.int64, device=device)
-    dist.all_reduce(tensor, op=op, group=group)
-    return int(tensor.item())
-
-
-def _broadcast(value: _T, source: int, group: dist.ProcessGroup, device: torch.device) -> _T:
-    box = [value]
-    dist.broadcast_object_list(box, group=group, group_src=source, device=device)
-    return box[0]
+    messages: list[str | None] = [None] * group.size()
+    dist.all_gather_object(messages, message, group=group)
+    return next((one for one in messages if one is not None), None)
 
 
 def _describe(entry: _Entry | None) -> str:

@@ -1,7 +1,5 @@
 """State shared by the states of one root: what runs, the order, passes yet to be visited, communication in flight.
 
-`step.py` acts on it, and `room.py` decides whether there is room to gather ahead.
-
 Note [Prefetching]
 Forward records the order in which states run, and the next one follows it: a state that begins has the gathers of the
 next states started, so that they run while it computes. Backward follows the passes of this iteration's forward from
@@ -33,16 +31,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import operator
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, TypeAlias
 
 import torch
-from torch import nn
 
 from shardkit.core.engine.order_check import OrderCheck
 from shardkit.core.engine.room import Group, Room
@@ -58,24 +54,8 @@ from shardkit.core.torch_compat import (
     transforms_active,
 )
 
-# At most this many entries of forwards without a backward are kept.
-_LONGEST = 10_000
-
-
-class ScheduledState(Protocol):
-    """A state, one for each `fully_shard` call, as far as those know it that it knows itself."""
-
-    modules: tuple[weakref.ReferenceType[nn.Module], ...]
-    index: int
-    fqn: str
-    is_root: bool | None
-    auto_reshard: bool
-
-    @property
-    def groups(self) -> Sequence[Group]: ...
-
-
-_S = TypeVar("_S", bound=ScheduledState)
+State: TypeAlias = Any
+"""An `FSDPState` (step.py), which imports this file."""
 
 
 @dataclass(slots=True, eq=False)
@@ -83,9 +63,9 @@ class Pass:
     """A forward of one state, from the first of its modules to the last.
 
     Attributes:
-        state: index of the state in the list of the schedule.
+        state: its index in the list of the schedule.
         began: autograd's sequence number when it began; its nodes have this number or higher ones.
-        backward_parent: the pass that backward continues with: that in which it ran, if there is one.
+        backward_parent: the pass in which it ran, with which backward continues.
         forward_parent: the same, but None where a recomputation begins.
         pending: ids of the modules of the state that have not run yet.
         is_open: whether it has begun and not ended.
@@ -111,14 +91,14 @@ class Pass:
 
 @dataclass(eq=False)
 class Forward:
-    """A forward that runs, of the outermost state that it goes through.
+    """A forward that runs, of the outermost state, `root`, that it goes through.
 
     Attributes:
         number: its place among all forwards, from 1 on.
         states: indices of the states that have begun in it, in order.
         expected: place in the schedule's order of the next state that begins, if all goes as in the last forward.
         due: place there of the first state whose gather has not started.
-        raised: whether it has raised an error. Then all else is left to the recovery, which may have to wait for peers.
+        raised: whether it has raised an error; all else is left to the recovery.
     """
 
     root: weakref.ReferenceType[Any]
@@ -150,13 +130,12 @@ class Backward:
 
 
 class CommContext:
-    """The lanes for gathers, copies from the host, and reductions.
-
-    `share_comm_ctx` makes several roots share one context.
+    """The lanes for gathers, copies from the host, and reductions; `share_comm_ctx` makes several roots share one.
 
     Attributes:
         finalization: the owner of a step's reductions in flight that the user must wait for.
-        copies_to_pinned: whether reductions in flight copy gradients to pinned memory, where only the host waits.
+        in_flight: reductions that nobody has waited for.
+        copies_to_pinned: whether they copy gradients to pinned memory, where only the host waits.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -164,7 +143,7 @@ class CommContext:
         self.finalization: object | None = None
         self.copies_to_pinned = False
         self._read_by_peers: list[tuple[Ticket, Transport]] = []
-        self._in_flight: deque[Ticket] = deque()
+        self.in_flight: deque[Ticket] = deque()
         self._with_inputs: deque[Ticket] = deque()  # those of them that `wait_for_stage` has more to do for
 
     @functools.cached_property
@@ -217,7 +196,7 @@ class CommContext:
 
         The caller must wait for work that the current stream has queued.
         """
-        for ticket in self._in_flight:
+        for ticket in self.in_flight:
             self.gathers.wait_event(ticket.finished)
 
     # -- communication in flight ---------------------------------------------------------------------------------------
@@ -235,28 +214,19 @@ class CommContext:
             self._with_inputs.popleft()
         ticket = self.reductions.start(make(), label)
         self._with_inputs.append(ticket)
-        self._in_flight.append(ticket)
-        while self._in_flight and self._in_flight[0].done:
-            self._in_flight.popleft()
+        self.in_flight.append(ticket)
+        while self.in_flight and self.in_flight[0].done:
+            self.in_flight.popleft()
         return ticket
 
-    @property
-    def is_reducing(self) -> bool:
-        """Whether reductions are in flight that nobody has waited for."""
-        return bool(self._in_flight)
-
     def note_read_by_peers(self, ticket: Ticket, transport: Transport) -> None:
-        """Remembers a gather in which peers read this rank's shards."""
         self._read_by_peers.append((ticket, transport))
 
     def wait_until_peers_have_read(self) -> None:
-        """Waits until no peer reads this rank's shards any more, so that they may be written.
+        """Waits for gathers in flight, then until no peer reads this rank's shards, so that they may be written.
 
-        Waits first for gathers in flight, because peers read a shard only when they need it.
-
-        Call it before control returns to the user: at the end of forward and of backward, and of the user's own
-        unshard. An optimizer that steps in backward needs no such call: a gradient is delivered only after every peer
-        has sent its part, which it computed from shards it had read.
+        Called before control returns to the user. An optimizer that steps in backward needs no such call: a gradient is
+        delivered after every peer has sent its part, which it computed from shards it had read.
         """
         gathers = self._read_by_peers.copy()
         self._read_by_peers.clear()
@@ -272,26 +242,23 @@ class CommContext:
     def finish_reductions(self) -> None:
         """Waits for all reductions; afterwards gradients may be read, including on the host if they are offloaded."""
         self._with_inputs.clear()
-        while self._in_flight:
-            ticket = self._in_flight.popleft()
+        while self.in_flight:
+            ticket = self.in_flight.popleft()
             try:
                 ticket.wait()
             except BaseException:
                 if not ticket.done:  # left to the recovery
-                    self._in_flight.appendleft(ticket)
+                    self.in_flight.appendleft(ticket)
                 raise
         if self.copies_to_pinned:  # which the optimizer reads on the host
             torch.get_device_module(self.device).current_stream().synchronize()
             self.copies_to_pinned = False
 
     def catch_up(self) -> None:
-        """Completes everything that has been started, so that no peer waits for this rank's part in it.
-
-        For a collective outside of the schedule, which this rank may enter while a peer waits for earlier operations.
-        """
+        """Before a collective outside of the schedule: completes this rank's part in all that has been started."""
         if self.device.type != "cpu":  # streams progress without the host
             return
-        for ticket in (*(ticket for ticket, _ in self._read_by_peers), *self._in_flight):
+        for ticket in (*(ticket for ticket, _ in self._read_by_peers), *self.in_flight):
             ticket.wait()
 
     def end_or_abandon_all(self) -> None:
@@ -301,8 +268,8 @@ class CommContext:
         shards; peers that failed as well have stopped reading or will not start.
         """
         self._with_inputs.clear()
-        while self._in_flight:
-            _wait_or_abandon(self._in_flight.popleft())
+        while self.in_flight:
+            _wait_or_abandon(self.in_flight.popleft())
         gathers = self._read_by_peers.copy()
         self._read_by_peers.clear()
         for ticket, _ in gathers:
@@ -319,26 +286,22 @@ def _wait_or_abandon(ticket: Ticket) -> None:
         ticket.abandon()
 
 
-class Schedule(Generic[_S]):
+class Schedule:
     """State shared by the states of one root.
 
     Attributes:
-        context: the lanes, and reductions in flight.
-        room: how much unsharded memory the groups may take.
-        order_check: finds ranks that differ; None unless SHARDKIT_DEBUG=order.
+        order_check: None unless SHARDKIT_DEBUG=order.
         forward, backward: those that run, or have not ended because of an error.
         innermost: the innermost pass whose forward is running.
         order: indices of the states in the order of the last complete forward of the root: Note [Prefetching].
         is_steady: whether the one before it had the same order.
-        passes: those that backward will visit, in the order in which they ended. During a backward, those that another
-            backward will visit are set aside.
+        passes: those that backward will visit, in the order in which they ended; not those that are set aside.
         is_last_backward: whether the end of backward waits for reductions on streams, and forgets the passes.
         manual_finalization: whether `finalize_backward` does that instead.
         unfinalized: whether a backward has begun that `finalize_backward` must end.
         post_optim_event: the user's event that the next forward's first gather waits for.
         backwards: number of backwards that have ended.
-        states: those below the root by index, root first, in the order of `named_modules`; dead ones have been deleted.
-        forward_numbers: the next ones.
+        states: those below the root by index, root first, in the order of `named_modules`.
     """
 
     def __init__(self, context: CommContext) -> None:
@@ -356,24 +319,22 @@ class Schedule(Generic[_S]):
         self.unfinalized = False
         self.post_optim_event: Any = None
         self.backwards = 0
-        self.states: list[weakref.ReferenceType[_S]] = []
+        self.states: list[weakref.ReferenceType[Any]] = []
         self.forward_numbers = itertools.count(1)
-        self._pass_numbers = itertools.count(1)
+        self.pass_numbers = itertools.count(1)
 
     # -- states --------------------------------------------------------------------------------------------------------
 
     @property
-    def all_states(self) -> list[_S]:
+    def all_states(self) -> list[State]:
         """The states that are still alive (torch's pipelining uses this name)."""
         return [state for reference in self.states if (state := reference()) is not None]
 
     @property
     def groups(self) -> list[Group]:
-        """The groups of all states, each once."""
         return list(dict.fromkeys(group for state in self.all_states for group in state.groups))
 
     def set_prefetch(self, prefetch: Prefetch) -> None:
-        """Takes the user's setting of how far ahead groups are gathered."""
         self.room.clear()
         self.room = Room(prefetch)
         self.room.admit(self.groups)
@@ -410,14 +371,12 @@ class Schedule(Generic[_S]):
             )
 
     def refuse_in_backward(self, method: str) -> None:
-        """Raises RuntimeError if gradients are being computed or reduced, or an iteration has not ended."""
         self.refuse_unended(f"{method} was called", inside=True)
         if in_backward():
             raise RuntimeError(f"{method} was called during a backward; call it after the backward has ended")
         self.refuse_during_finalization(f"{method} was called")
 
     def refuse_during_finalization(self, what: str) -> None:
-        """Raises RuntimeError if the user has yet to wait for the reductions of a step."""
         if self.context.finalization is not None:
             raise RuntimeError(
                 f"{what}, but the gradients of an earlier finalize_backward(async_op=True), of this root or of one "
@@ -425,11 +384,7 @@ class Schedule(Generic[_S]):
             )
 
     def set_manual_finalization(self, enabled: bool) -> None:
-        """Selects whether `finalize_backward` or the last backward ends a step.
-
-        Raises:
-            RuntimeError: if the current step was begun in the other mode.
-        """
+        """Selects whether `finalize_backward` or the last backward ends a step, before it has begun."""
         if enabled != self.manual_finalization and (in_backward() or self.unfinalized):
             raise RuntimeError(
                 f"set_manual_backward_finalization({enabled}) was called "
@@ -439,16 +394,6 @@ class Schedule(Generic[_S]):
         self.manual_finalization = enabled
 
     # -- the passes that backward will visit ---------------------------------------------------------------------------
-
-    def add_pass(self, ended: Pass) -> None:
-        """A state's forward has ended and backward will visit it, in the reverse of this order."""
-        if self.backward is not None and any(one.state == ended.state for one in reversed(self.passes)):  # recomputed
-            return
-        ended.forward = 0 if self.backward is not None or self.forward is None else self.forward.number
-        ended.ended = next(self._pass_numbers)
-        self.passes.append(ended)
-        if len(self.passes) > _LONGEST:
-            del self.passes[0]
 
     def begin_backward(self, of: Pass | None, end: Callable[[], None]) -> None:
         """Sets aside the passes that this backward will not visit: Note [Several forwards, one backward].
@@ -487,20 +432,8 @@ class Schedule(Generic[_S]):
                 undecided.clear()
         return skipped
 
-    def visit(self, entered: Pass) -> bool:
-        """Backward enters a pass: drops it and all later ones. False if it has before, or the pass is not known."""
-        if entered.visited:
-            return False
-        last = len(self.passes) - 1
-        while last >= 0 and self.passes[last] is not entered:
-            last -= 1
-        if last < 0:
-            return False
-        self.forget_passes(last)
-        return True
-
     def will_be_left(self, one: Pass) -> bool:
-        """Whether the running backward will call us when it leaves this pass."""
+        """Whether a hook of ours will run when the running backward leaves this pass."""
         node = None if one.leaving is None else one.leaving()
         if node is None:  # its graph is gone, or no input needs a gradient
             return False
@@ -508,37 +441,33 @@ class Schedule(Generic[_S]):
             return True  # asked in the inner backward of a recomputation, which knows only its own nodes
         return runs_in_this_backward(node)
 
-    def end_backward(self) -> Backward:
-        """A backward has ended, which is returned: what it did not visit waits for another one."""
-        ended = self.backward or Backward(-1, False, 0, [])
-        self.backward = None
-        if ended.set_aside:  # in the order of forward again, which the next backward reverses
-            self.passes = sorted((*ended.set_aside, *self.passes), key=operator.attrgetter("forward", "ended"))
-        return ended
+    def forget_passes(self, entered: Pass | None = None) -> bool:
+        """Forgets all passes, or one that backward enters, and later ones: no backward will visit them.
 
-    def forget_passes(self, first: int = 0) -> None:
-        """Forgets the pass at index `first`, and all later ones: no backward will visit them."""
+        False if backward has entered it before, or it is not known.
+        """
+        first = 0
+        if entered is not None:
+            first = -1 if entered.visited else len(self.passes) - 1
+            while first >= 0 and self.passes[first] is not entered:
+                first -= 1
+            if first < 0:
+                return False
         for one in self.passes[first:]:
             one.visited = True
         del self.passes[first:]
+        return True
 
 
 class Finalization:
-    """Reductions that `finalize_backward` has started; its context holds it until they have been waited for.
+    """Reductions that `finalize_backward` has started; its context holds it until they have been waited for."""
 
-    `schedule` is that of the root whose step it ends.
-    """
-
-    def __init__(self, schedule: Schedule[Any]) -> None:
+    def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
         schedule.context.finalization = self
 
     def wait(self) -> None:
-        """Waits for the reductions.
-
-        Raises:
-            RuntimeError: if `reset_iter_state` was called meanwhile.
-        """
+        """Waits for the reductions."""
         context = self.schedule.context
         if context.finalization is not self:
             raise RuntimeError(

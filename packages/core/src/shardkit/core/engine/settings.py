@@ -25,19 +25,14 @@ class Prefetch:
 
 @dataclass(frozen=True)
 class GroupSettings:
-    """See the methods of `FSDPModule` with these names.
+    """See the arguments of `fully_shard` and the methods of `FSDPModule` with these names.
 
     Attributes:
-        reshard_after_forward: whether forward frees the parameters.
-        mp_policy: dtypes of compute and reduction.
         post_forward_mesh: the subgroup that holds the parameters between forward and backward, or None.
         communication: how its bytes are sent, from the next gather on, and with the reductions after it.
         keep_unsharded_storage: whether resharding keeps the unsharded storage's memory, so its addresses never change.
-        reduce_grads: whether backward reduces gradients; if not, they accumulate unsharded.
-        all_reduce_grads: HSDP: whether backward all-reduces over replicas; if not, reduce-scattered ones accumulate.
         max_reduce_inputs: number of groups whose unsharded gradients may be in reduction at once.
-        gradient_divide_factor: divisor of gradient sums, None for the number of data-parallel ranks.
-        force_sum_reduction: collectives only sum, and every division is a separate operation.
+        gradient_divide_factor: None for the number of data-parallel ranks.
         native_all_reduce: False if `all_reduce_hook` itself combines replicas.
         all_reduce_hook: runs on flat reduced gradients, in place, on `all_reduce_hook_stream` if there is one.
     """

@@ -30,6 +30,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from types import NoneType
 from typing import Any
 
@@ -41,8 +42,8 @@ from shardkit.core import events
 from shardkit.core.engine.group import FSDPParamGroup, Residence
 from shardkit.core.engine.handed import HandedContainers
 from shardkit.core.engine.root import initialise_root
-from shardkit.core.engine.schedule import CommContext, Finalization, Forward, Pass, Schedule
-from shardkit.core.engine.transforms import watch_each, watch_together
+from shardkit.core.engine.schedule import Backward, CommContext, Finalization, Forward, Pass, Schedule
+from shardkit.core.engine.transforms import Watch, watch_together
 from shardkit.core.optimizer_steps.plain_steps import lent, restore_interrupted_steps
 from shardkit.core.parameters.collect import STATE
 from shardkit.core.parameters.param import param_over
@@ -71,6 +72,9 @@ from shardkit.core.torch_compat import (
 
 _LOG = logging.getLogger(__name__)
 
+# At most this many passes of forwards without a backward are kept.
+_LONGEST = 10_000
+
 
 def state_of(module: nn.Module) -> FSDPState | None:
     """The state that `fully_shard` gave this module, None if it was not called on it."""
@@ -83,11 +87,9 @@ class FSDPState:
     """The state of the modules of one call.
 
     Attributes:
-        groups: its parameter groups: one, plus one for 0-dim parameters and one for each tied parameter.
-        schedule: shared by the states of one root from the first forward on.
-        index: its place among them.
-        fqn: name of its module below the root, known from the first forward on.
-        is_root: whether it is the root; None until that is known.
+        groups: one, plus one for 0-dim parameters and one for each tied parameter.
+        schedule: shared by the states of one root from the first forward on, as `index` and `fqn`.
+        is_root: None until that is known.
         in_backward: whether backward has entered it and not left it.
         auto_reshard: whether the user left `reshard_after_forward` at its default.
         runs_method: whether a method runs that was registered by `register_fsdp_forward_method`.
@@ -105,7 +107,7 @@ class FSDPState:
         self.mp_policy = mp_policy
         self.auto_reshard = auto_reshard
         self.groups: list[FSDPParamGroup] = []
-        self.schedule: Schedule[FSDPState] = Schedule(CommContext(device))
+        self.schedule: Schedule = Schedule(CommContext(device))
         self.index = 0
         self.fqn = type(modules[0]).__name__
         self.is_root: bool | None = None
@@ -126,7 +128,6 @@ class FSDPState:
             module.register_forward_hook(self.post_forward, always_call=True)
 
     def add_group(self, group: FSDPParamGroup) -> None:
-        """Makes this state gather and reshard `group` as well."""
         if group not in self.groups:
             # Prefetching counts a state once: its 0-dim and tied parameters are gathered and freed with the others.
             group.counts_toward_depth = group.counts_toward_depth and not self.groups
@@ -177,7 +178,17 @@ class FSDPState:
             args, kwargs = cast_floating((args, kwargs), casts)
         begins, with_grad = not self._pass.is_open, torch.is_grad_enabled()
         if begins:
-            self._begin_pass()
+            around = self.schedule.innermost
+            # A recomputation may begin here; backward then leaves it for the pass around the forward itself.
+            recomputes = around is None and self.schedule.backward is not None
+            parent = self._pass.backward_parent if recomputes else around
+            self._pass = Pass(self.index, next_autograd_node(), parent, around, set(self._module_ids), is_open=True)
+            self.schedule.innermost = self._pass
+            for group in self.groups:
+                group.forward_users.add(self.index)
+                group.prefetched = False
+                if events.hub.active:
+                    _tell_found(group)
         self.in_backward = False
         self._unshard(in_backward=False)
         if begins:
@@ -190,11 +201,7 @@ class FSDPState:
         return args, kwargs
 
     def _begin_forward(self) -> bool:
-        """Begins an iteration, and returns True, if this is the outermost forward.
-
-        Raises:
-            RuntimeError: if a forward or a backward before it has not ended, so that this iteration would mix with it.
-        """
+        """Begins an iteration, and returns True, if this is the outermost forward and none before it has not ended."""
         schedule, context = self.schedule, self.schedule.context
         forward, backward = schedule.forward, schedule.backward
         if context.finalization is not None:
@@ -220,7 +227,7 @@ class FSDPState:
             # Once for all: gathers of this iteration wait for work queued before it, such as a step or a load. If hooks
             # of gradients step on the shards, these writes come when the reductions in flight end.
             context.gathers.wait_event(context.gathers.current_event())
-            if context.is_reducing and any(group.written for group in groups):
+            if context.in_flight and any(group.written for group in groups):
                 context.wait_for_writers()
             for group in groups:
                 group.versions[:] = versions_of([param.sharded_param for param in group.params])
@@ -231,18 +238,6 @@ class FSDPState:
             restore_interrupted_steps()
         return True
 
-    def _begin_pass(self) -> None:
-        around = self.schedule.innermost
-        # A recomputation may begin here; backward then leaves it for the pass around the forward itself.
-        parent = self._pass.backward_parent if around is None and self.schedule.backward is not None else around
-        self._pass = Pass(self.index, next_autograd_node(), parent, around, set(self._module_ids), is_open=True)
-        self.schedule.innermost = self._pass
-        for group in self.groups:
-            group.forward_users.add(self.index)
-            group.prefetched = False
-            if events.hub.active:
-                _tell_found(group)
-
     def _unshard(self, *, in_backward: bool) -> None:
         for group in self.groups:  # all gathers begin before the first one is waited for
             group.unshard(in_backward=in_backward)
@@ -250,7 +245,6 @@ class FSDPState:
             group.wait_for_unshard()
 
     def _gather_next(self) -> None:
-        """When its parameters are gathered and its forward begins: gathers the groups that come next."""
         schedule, forward = self.schedule, self.schedule.forward
         if schedule.backward is not None or forward is None:  # a recomputation: backward's order holds
             return
@@ -265,7 +259,10 @@ class FSDPState:
         elif follows:
             forward.due = max(forward.due, forward.expected)
             end = min(len(schedule.order), forward.expected + schedule.room.states_ahead)
-            while forward.due < end and _gather_ahead(schedule, schedule.order[forward.due], in_backward=False):
+            while forward.due < end:
+                state: FSDPState | None = schedule.states[schedule.order[forward.due]]()
+                if state is not None and not schedule.room.gather_ahead(state.groups, in_backward=False):
+                    break
                 forward.due += 1
 
     def _watch_inputs(self, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -375,9 +372,14 @@ class FSDPState:
             group.forward_users.discard(self.index)
         for_backward = with_grad and ended.has_backward
         if for_backward:
-            schedule.add_pass(ended)
-            if schedule.backward is not None:
-                return  # recomputed: the backward that requested it continues with it
+            recomputed = schedule.backward is not None
+            if not (recomputed and any(one.state == ended.state for one in reversed(schedule.passes))):
+                ended.forward = 0 if recomputed or schedule.forward is None else schedule.forward.number
+                ended.ended = next(schedule.pass_numbers)
+                schedule.passes.append(ended)
+                del schedule.passes[:-_LONGEST]
+            if recomputed:
+                return  # the backward that requested it continues with it
         if not reshards:
             return
         # Without a following backward, a root that keeps its parameters for backward frees them.
@@ -425,7 +427,8 @@ class FSDPState:
             output = map_tensors(lambda tensor: self._own(tensor) if id(tensor) in owned else tensor, output)
         if torch.is_grad_enabled() and transforms_active():
             self._pass.has_backward = True
-            return watch_each(output, functools.partial(self.pre_backward, of=self._pass))
+            enter = functools.partial(self.pre_backward, of=self._pass)
+            return map_tensors(lambda tensor: watch_together(tensor, enter), output)  # each calls for itself
         return output
 
     def _own(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -439,11 +442,7 @@ class FSDPState:
         return copy
 
     def _watch_kept(self) -> None:
-        """Watches tensors that the modules keep; refuses parameters and views of them, whose memory is freed.
-
-        Raises:
-            RuntimeError: if a module keeps a parameter that resharding frees, or a view of one.
-        """
+        """Watches tensors that the modules keep; refuses parameters and views of them, whose memory is freed."""
         with_grad = torch.is_grad_enabled()
         for reference in self._keepers:
             if (module := reference()) is None:
@@ -526,7 +525,7 @@ class FSDPState:
         If no hook reports that backward leaves it, the next state begins at once: Note [Ready in order].
         """
         schedule = self.schedule
-        if schedule.backward is None or not schedule.visit(entered):
+        if schedule.backward is None or not schedule.forget_passes(entered):
             return
         passes = schedule.passes
         if self.backward_prefetch:
@@ -541,7 +540,8 @@ class FSDPState:
             backward = schedule.backward
             backward.due = min(backward.due, len(passes))
             while backward.due and len(passes) - backward.due < schedule.room.states_ahead:
-                if not _gather_ahead(schedule, passes[backward.due - 1].state, in_backward=True):
+                before: FSDPState | None = schedule.states[passes[backward.due - 1].state]()
+                if before is not None and not schedule.room.gather_ahead(before.groups, in_backward=True):
                     break
                 backward.due -= 1
         if passes and (passes[-1].began >= entered.began or not schedule.will_be_left(entered)):
@@ -561,7 +561,7 @@ class FSDPState:
         try:
             while backward.leaving and schedule.passes:
                 following = schedule.passes[-1]
-                state = schedule.states[following.state]()
+                state: FSDPState | None = schedule.states[following.state]()
                 if state is None:
                     break
                 state.pre_backward(of=following)
@@ -570,9 +570,8 @@ class FSDPState:
             backward.leaving = 0
 
     def _enter_parent(self, of: Pass) -> None:
-        """Backward enters the pass around this one, if there is one."""
         if of.backward_parent is not None:
-            parent = self.schedule.states[of.backward_parent.state]()
+            parent: FSDPState | None = self.schedule.states[of.backward_parent.state]()
             if parent is not None:
                 parent.pre_backward(of=of.backward_parent)
 
@@ -601,12 +600,12 @@ class FSDPState:
 
     @outside_transforms
     def end_backward(self) -> None:
-        """Ends the backward of all states of the root: frees and reduces what no hook of ours has seen.
-
-        After the last backward it waits for reductions. An error here is one of the backward: it has not ended.
-        """
+        """Ends the backward of all states of the root: frees and reduces what no hook of ours has seen."""
         schedule, context = self.schedule, self.schedule.context
-        ended = schedule.end_backward()
+        ended = schedule.backward or Backward(-1, False, 0, [])
+        schedule.backward = None
+        if ended.set_aside:  # in the order of forward again, which the next backward reverses
+            schedule.passes = sorted((*ended.set_aside, *schedule.passes), key=attrgetter("forward", "ended"))
         try:
             schedule.backwards += 1
             for state in reversed(schedule.all_states):
@@ -623,7 +622,7 @@ class FSDPState:
             context.wait_until_peers_have_read()
             if events.hub.active:
                 events.emit(events.BackwardEnded(is_last))
-        except BaseException:
+        except BaseException:  # an error here is one of the backward: it has not ended
             schedule.backward = ended
             raise
 
@@ -694,7 +693,7 @@ class FSDPState:
 
 
 @outside_transforms
-def finalize_backward(schedule: Schedule[FSDPState]) -> Finalization:
+def finalize_backward(schedule: Schedule) -> Finalization:
     """Reduces waiting gradients and reshards, as configured; gradients are available after a wait."""
     if not (schedule.manual_finalization or schedule.unfinalized):
         raise RuntimeError(
@@ -711,7 +710,7 @@ def finalize_backward(schedule: Schedule[FSDPState]) -> Finalization:
     return Finalization(schedule)
 
 
-def reset(schedule: Schedule[FSDPState]) -> None:
+def reset(schedule: Schedule) -> None:
     """Forgets a failed iteration: nothing is in flight, everything is sharded, unsharded gradients are dropped."""
     context = schedule.context
     _LOG.info("reset_iter_state: the iteration is dropped")
@@ -720,8 +719,7 @@ def reset(schedule: Schedule[FSDPState]) -> None:
     context.finalization = None
     schedule.unfinalized = False
     context.end_or_abandon_all()
-    schedule.end_backward()
-    schedule.forward = schedule.innermost = None
+    schedule.forward = schedule.backward = schedule.innermost = None
     schedule.forget_passes()
     for state in schedule.all_states:
         for group in state.groups:
@@ -736,26 +734,14 @@ def reset(schedule: Schedule[FSDPState]) -> None:
 # -- gathers ahead of use ----------------------------------------------------------------------------------------------
 
 
-def _gather_ahead(schedule: Schedule[FSDPState], index: int, *, in_backward: bool) -> bool:
-    """Starts the gathers of a state that will begin soon. False if there is no room."""
-    state = schedule.states[index]()
-    for group in () if state is None else state.groups:
-        if in_backward and not group.settings.unshard_in_backward:
-            continue
-        if not schedule.room.gather_ahead(group, in_backward=in_backward):
-            return False
-    return True
-
-
-def _gather_listed(schedule: Schedule[FSDPState], listed: Iterable[FSDPState], *, in_backward: bool) -> None:
+def _gather_listed(schedule: Schedule, listed: Iterable[FSDPState], *, in_backward: bool) -> None:
     """Gathers the groups of states in the user's explicit list: all, or as many as a budget has room for."""
     for group in (group for state in listed for group in state.groups):
-        if in_backward and not group.settings.unshard_in_backward:
-            continue
-        if schedule.room.prefetch.budget is None or group.schedule is not schedule:
+        if schedule.room.by_bytes and group.schedule is schedule:
+            if not schedule.room.gather_ahead([group], in_backward=in_backward):
+                return
+        elif group.settings.unshard_in_backward or not in_backward:
             group.unshard(in_backward=in_backward)
-        elif not schedule.room.gather_ahead(group, in_backward=in_backward):
-            return
 
 
 def _alive(references: Iterable[weakref.ReferenceType[FSDPState]]) -> list[FSDPState]:
@@ -763,18 +749,13 @@ def _alive(references: Iterable[weakref.ReferenceType[FSDPState]]) -> list[FSDPS
 
 
 def _tell_found(group: FSDPParamGroup) -> None:
-    """Tells tools whether the group had been prefetched for this use, or kept since its last use."""
+    """Whether the group had been prefetched for this use, or kept since its last use."""
     found = group.is_unsharded or group.residence is Residence.CACHED
     events.emit((events.PrefetchHit if found else events.PrefetchMiss)(group.label))
 
 
 def _add_module(error: BaseException, fqn: str) -> None:
-    """Adds a note to errors of torch that do not say which module of a sharded model they come from.
-
-    Args:
-        error: raised by the forward of a state.
-        fqn: name of the state's module.
-    """
+    """Adds a note to errors of torch that do not say which module of a sharded model they come from."""
     if not isinstance(error, RuntimeError) or hasattr(error, "__notes__"):  # an inner module has added it
         return
     if "modified inplace. This view was created inside a custom Function" in str(error):
@@ -807,6 +788,4 @@ class _Inputs(torch.autograd.Function):
         ctx.state._enter_parent(ctx.left)  # the gradients continue there
         return (None, *gradients)
 
-    @staticmethod
-    def jvp(ctx: Any, _: None, *tangents: torch.Tensor | None) -> Any:
-        return tuple(None if tangent is None else tangent.view_as(tangent) for tangent in tangents)
+    jvp = staticmethod(Watch.jvp)

@@ -4,7 +4,7 @@ Note [Transforms]
 A transform wraps its tensors, and each nested transform has its own graph. Parameters are gathered, freed and reduced
 outside of all transforms (`torch_compat.outside_transforms`), because none of them wraps a parameter. A hook on a
 tensor is called for the graph of only one transform, and `requires_grad` refers to that one. So inputs and outputs go
-through `_Watch` instead, which is in the graph of each transform that takes a gradient, and of a backward outside.
+through `Watch` instead, which is in the graph of each transform that takes a gradient, and of a backward outside.
 """
 
 from __future__ import annotations
@@ -18,32 +18,15 @@ from shardkit.core.tensors import map_tensors, tensors_in
 
 
 def watch_together(value: Any, on_backward: Callable[[], None]) -> Any:
-    """`value` with tensors whose backward calls `on_backward` once, when the gradients of all of them are done."""
-    unique = {id(tensor): tensor for tensor in tensors_in(value) if _is_differentiable(tensor)}
+    """`value` with tensors whose backward calls `on_backward` once, when all their gradients are done."""
+    unique = {id(tensor): tensor for tensor in tensors_in(value) if tensor.is_floating_point() or tensor.is_complex()}
     if not unique:
         return value
-    watched = dict(zip(unique, _Watch.apply(on_backward, *unique.values()), strict=True))  # type: ignore[no-untyped-call]
+    watched = dict(zip(unique, Watch.apply(on_backward, *unique.values()), strict=True))  # type: ignore[no-untyped-call]
     return map_tensors(lambda tensor: watched.get(id(tensor), tensor), value)
 
 
-def watch_each(value: Any, on_backward: Callable[[], None]) -> Any:
-    """`value` with tensors whose backward calls `on_backward` for each of them, when its gradient arrives."""
-
-    def watch(tensor: torch.Tensor) -> torch.Tensor:
-        if not _is_differentiable(tensor):
-            return tensor
-        (watched,) = _Watch.apply(on_backward, tensor)  # type: ignore[no-untyped-call]
-        assert isinstance(watched, torch.Tensor)
-        return watched
-
-    return map_tensors(watch, value)
-
-
-def _is_differentiable(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
-
-
-class _Watch(torch.autograd.Function):
+class Watch(torch.autograd.Function):
     """The identity. Its backward calls a function first."""
 
     generate_vmap_rule = True

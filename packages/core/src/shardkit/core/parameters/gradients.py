@@ -37,7 +37,10 @@ from shardkit.core.torch_compat import (
     wraps_tensors,
 )
 
-_MARK = "_shardkit_origin"
+MARK = "_shardkit_origin"
+"""An attribute of a delivered gradient and of its storage: the gradient's id. A weak reference would prevent
+`module.to()` from swapping its contents; one from elsewhere would keep the storage, a few bytes between freed blocks of
+memory, and the C library could not merge those."""
 
 
 @dataclass(frozen=True)
@@ -121,16 +124,6 @@ def hooked(fqn: str, gradient: DTensor, sharded: torch.Tensor) -> DTensor:
     return gradient
 
 
-def mark_gradient(gradient: torch.Tensor) -> None:
-    """Marks a gradient and its storage.
-
-    The mark is the gradient's own id: a weak reference would prevent `module.to()` from swapping its contents. Both
-    marks disappear with the gradient. A reference from elsewhere would keep the storage, a few bytes between freed
-    blocks of memory, and the C library could not merge those.
-    """
-    gradient.__dict__[_MARK] = gradient.untyped_storage().__dict__[_MARK] = id(gradient)
-
-
 def check_gradients(params: Iterable[Any]) -> None:
     """Raises RuntimeError if other storage was put under the gradient of one of `params` since it was marked.
 
@@ -138,9 +131,9 @@ def check_gradients(params: Iterable[Any]) -> None:
     """
     for param in params:
         gradient = param.sharded_param.grad
-        if gradient is None or (mark := gradient.__dict__.get(_MARK)) is None or mark != id(gradient):
+        if gradient is None or (mark := gradient.__dict__.get(MARK)) is None or mark != id(gradient):
             continue
-        if gradient.untyped_storage().__dict__.get(_MARK) != mark:
+        if gradient.untyped_storage().__dict__.get(MARK) != mark:
             raise RuntimeError(
                 f"the data of the gradient of parameter '{param.fqn}' was replaced (`parameter.grad.data = ...`). The "
                 "values of this DTensor lie in its local tensor, so the new ones would be lost. Write in place, or "

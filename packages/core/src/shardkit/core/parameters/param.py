@@ -28,6 +28,7 @@ unsharded parameter, because forward may depend on it.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 import weakref
 from collections.abc import Callable
@@ -41,8 +42,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from shardkit.core import events
 from shardkit.core.mesh import DataParallelMesh
-from shardkit.core.parameters.gradients import GradientDtype, hooked, lost_summand, mark_gradient, refuse_gradient
+from shardkit.core.parameters.gradients import MARK, GradientDtype, hooked, lost_summand, refuse_gradient
 from shardkit.core.parameters.placed import ReplicatedGradient
 from shardkit.core.parameters.placements import layout_for, shard_of
 from shardkit.core.parameters.subclass_gather import HOOK, SubclassGather
@@ -50,15 +52,6 @@ from shardkit.core.policies import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from shardkit.core.runtime.plan import GatherItem
 from shardkit.core.runtime.sharding import ChunkLayout, dense_strides
 from shardkit.core.runtime.shared.segment import locate
-from shardkit.core.runtime.storage import (
-    allocate_missing,
-    allocate_storage,
-    dense_view,
-    flat_without_memory,
-    free_storage,
-    longer_flat,
-    outside_inference,
-)
 from shardkit.core.stock_names import PARAM_NAMES, answers_stock_names
 from shardkit.core.torch_compat import (
     PARAMETER_FLAG,
@@ -406,23 +399,27 @@ class FSDPParam:
     def allocate(self, items: list[GatherItem]) -> None:
         """Gives the unsharded storage memory (see Note [Storage that comes and goes])."""
         if not self.flats and items:
-            self.flats = [flat_without_memory(item.layout.flat_numel, item.dtype, self.device) for item in items]
+            self.flats = [_flat_without_memory(item.layout.flat_numel, item.dtype, self.device) for item in items]
         if self.subclass is not None:
             # A hook may send more or less than before. Its tensors over a flat stay over the same memory.
             for index, item in enumerate(items):
                 if self.flats[index].numel() < item.layout.numel:
-                    self.flats[index] = longer_flat(self.flats[index], item.layout.numel)
-        for flat in self.flats:
-            allocate_storage(flat, self.fqn)
+                    self.flats[index] = _longer_flat(self.flats[index], item.layout.numel)
+        memory = [(flat, flat.nbytes) for flat in self.flats]
+        if self.subclass is not None and self.unsharded_param is not None:
+            memory += zip(self.subclass.inner, self.subclass.inner_bytes, strict=True)  # those over flats have it then
+        for tensor, nbytes in memory:
+            storage = tensor.untyped_storage()
+            if nbytes and not storage.nbytes():
+                storage.resize_(nbytes)
+                if events.hub.active:
+                    events.emit(events.StorageAllocated(self.fqn, nbytes, "unsharded"))
         if self.subclass is not None and items:
             self.targets = [flat[: item.layout.numel] for flat, item in zip(self.flats, items, strict=True)]
         elif self.flats and not self.targets:
             # A flat is padded; if another dim than 0 is cut, the unsharded tensor is the beginning of it.
             whole = self.layout.dim == 0
             self.targets = self.flats if whole else [flat[: self.layout.numel] for flat in self.flats]
-        if self.subclass is not None and self.unsharded_param is not None:
-            # Inner tensors over the flat ones have memory by now.
-            allocate_missing(self.subclass.inner, self.subclass.inner_bytes, self.fqn)
 
     @property
     def unsharded_bytes(self) -> int:
@@ -440,7 +437,7 @@ class FSDPParam:
         if self.subclass is not None:
             # Views with version counters of their own, because the next gather writes to the flats; and the parameter
             # itself, as the hook may put new metadata, such as a scale, on the object.
-            gathered = [dense_view(flat, target.shape) for flat, target in zip(self.flats, self.targets, strict=True)]
+            gathered = [_dense_view(flat, target.shape) for flat, target in zip(self.flats, self.targets, strict=True)]
             tensor = self.subclass.unsharded(self.shard, gathered, self.dtype, self.unsharded_param)
             if tensor is None:
                 assert self.unsharded_param is not None
@@ -451,7 +448,7 @@ class FSDPParam:
                 tensor = tensor.as_strided(self.shape, dense_strides(padded))
         with outside_inference():
             if tensor is None:
-                tensor = self.shard if self.aliased else dense_view(self.flats[0], self.shape)
+                tensor = self.shard if self.aliased else _dense_view(self.flats[0], self.shape)
                 tensor = tensor if tensor.shape == self.shape else tensor.view(self.shape)
             cls = self._unsharded_class if self.subclass is None else nn.Parameter
             tensor, requires_grad = self.form.unsharded(tensor), self.sharded_param.requires_grad
@@ -480,11 +477,19 @@ class FSDPParam:
 
     def free(self) -> None:
         """Frees the unsharded storage; tensors over it remain."""
-        for flat in self.flats:
-            free_storage(flat, self.fqn)
-        if self.subclass is not None:
-            for tensor in self.subclass.inner:
-                free_storage(tensor, self.fqn)
+        for tensor in self.flats if self.subclass is None else (*self.flats, *self.subclass.inner):
+            storage = tensor.untyped_storage()
+            if (nbytes := storage.nbytes()) == 0:
+                continue
+            try:
+                storage.resize_(0)
+            except RuntimeError as error:
+                raise RuntimeError(
+                    f"the memory of parameter '{self.fqn}' cannot be freed: {error}. Something else holds it, such as "
+                    "a numpy array that was made of the parameter in forward; make it of a clone"
+                ) from error
+            if events.hub.active:
+                events.emit(events.StorageFreed(self.fqn, nbytes, "unsharded"))
 
     # -- a smaller group between forward and backward ------------------------------------------------------------------
 
@@ -607,7 +612,7 @@ class FSDPParam:
         if existing is None:
             kind = ReplicatedGradient if self.placement is None else None
             made = like_dtensor(self.form.local(gradient), sharded, kind)
-            mark_gradient(made)
+            made.__dict__[MARK] = made.untyped_storage().__dict__[MARK] = id(made)
             sharded.grad = made
         elif not lies_like(existing, sharded):
             raise lost_summand(self.fqn, existing, sharded)
@@ -630,3 +635,42 @@ class FSDPParam:
         self.accumulated = self.partial = None
         if self.unsharded_param is not None:
             self.unsharded_param.grad = None
+
+
+# -- storage ----------------------------------------------------------------------------------------------------------
+
+_NOTHING_TO_LEAVE = contextlib.nullcontext()
+
+
+def outside_inference() -> contextlib.AbstractContextManager[None]:
+    """Leaves inference mode: a first gather in it must not leave tensors that training cannot use.
+
+    A step calls this for each parameter, and entering torch's context costs more than making a tensor.
+    """
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NOTHING_TO_LEAVE
+
+
+def _flat_without_memory(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A 1-D tensor of `numel` elements whose storage is not allocated yet."""
+    with outside_inference():
+        flat = torch.empty(numel, dtype=dtype, device=device)
+        flat.untyped_storage().resize_(0)
+    return flat
+
+
+def _longer_flat(flat: torch.Tensor, numel: int) -> torch.Tensor:
+    """A 1-D tensor of `numel` elements over the storage of ``flat``, which has too few; it has no memory afterwards."""
+    with outside_inference():
+        longer = _dense_view(flat, torch.Size((numel,)))  # gives the storage memory
+        longer.untyped_storage().resize_(0)
+    return longer
+
+
+def _dense_view(flat: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """A dense tensor of `shape` over the beginning of the storage of ``flat``, of the same dtype.
+
+    Its version counter is a separate one, at 0 (`.data`; `set_` counts as a write): autograd does not mistake a gather
+    for a user's in-place change. It stays valid when the storage is freed and allocated again.
+    """
+    empty = torch.empty(0, dtype=flat.dtype, device=flat.device)
+    return empty.set_(flat.untyped_storage(), 0, shape, dense_strides(shape)).data

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import time
 from collections.abc import Sequence
@@ -16,9 +15,17 @@ from shardkit.core.events import StorageKind
 from shardkit.core.policies import AllGather, ReduceScatter
 from shardkit.core.runtime.lanes import Program, Reduction, hold, note_sources_read
 from shardkit.core.runtime.memory import RegisteredMemory
-from shardkit.core.runtime.packing import as_dtype, shaped
-from shardkit.core.runtime.plan import GatherPlan, Mean, ReducePlan, Transport, reported
-from shardkit.core.runtime.storage import note_allocated, note_freed
+from shardkit.core.runtime.plan import (
+    GatherPlan,
+    Mean,
+    ReducePlan,
+    Transport,
+    as_dtype,
+    note_allocated,
+    note_freed,
+    reported,
+    shaped,
+)
 from shardkit.core.torch_compat import foreach_copy_, foreach_zero_
 
 # Dtypes that every backend gathers. Other dtypes, and lists of several, are sent as bytes.
@@ -41,13 +48,11 @@ class C10dTransport(Transport):
     ) -> None:
         super().__init__(group, device)
         self.direct = direct
-        self._memory = memory
+        if memory is not None:
+            self.registered_memory = memory.active
         self._averages = has_average(group, device)
         # On a stream lane a blocking call only orders work on this stream, and avoids a switch to another stream.
         self._async = device.type == "cpu"
-
-    def registered_memory(self) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext() if self._memory is None else self._memory.active()
 
     def gather(self, plan: GatherPlan, sources: Sequence[torch.Tensor], flats: Sequence[torch.Tensor]) -> Program:
         packed = None

@@ -19,9 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from shardkit.commands.users_code import users_code
 from shardkit.core.runtime.choice import stand_ins
 from shardkit.core.runtime.lanes import Program, Reduction
-from shardkit.core.runtime.plan import GatherPlan, Mean, ReducePlan, Transport, reported
+from shardkit.core.runtime.plan import GatherPlan, Mean, ReducePlan, Transport, note_allocated, note_freed, reported
 from shardkit.core.runtime.shared.segment import ALIGNMENT, aligned
-from shardkit.core.runtime.storage import note_allocated, note_freed
 from shardkit.tools.estimating.job import EstimateError, TrainingJob
 from shardkit.tools.estimating.observer import Observer, on_this_rank
 from shardkit.tools.estimating.trace import Trace, neighbourhood

@@ -21,7 +21,6 @@ from shardkit.core.events import StorageKind
 from shardkit.core.policies import CompressionPolicy
 from shardkit.core.runtime.compressed.wire import Row, RowRun, WireFormat, chunks_of, format_of, rows_of
 from shardkit.core.runtime.lanes import Program, Reduction, hold, note_sources_read
-from shardkit.core.runtime.packing import strided
 from shardkit.core.runtime.plan import (
     GatherItem,
     GatherPlan,
@@ -29,9 +28,11 @@ from shardkit.core.runtime.plan import (
     ReduceItem,
     ReducePlan,
     Transport,
+    note_allocated,
+    note_freed,
     reported,
+    strided,
 )
-from shardkit.core.runtime.storage import note_allocated, note_freed
 
 
 class GatherRows:

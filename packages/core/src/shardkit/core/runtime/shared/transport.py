@@ -22,10 +22,9 @@ import torch
 import torch.distributed as dist
 
 from shardkit.core.runtime.lanes import Program, Reduction
-from shardkit.core.runtime.plan import GatherPlan, Mean, ReducePlan, Transport, reported
+from shardkit.core.runtime.plan import GatherPlan, Mean, ReducePlan, Transport, note_allocated, note_freed, reported
 from shardkit.core.runtime.shared.neighbours import Gradients, Neighbours, Posting, Table
 from shardkit.core.runtime.shared.segment import ALIGNMENT, Segment, aligned, carve, locate
-from shardkit.core.runtime.storage import note_allocated, note_freed
 from shardkit.core.torch_compat import foreach_copy_
 
 Specs: TypeAlias = tuple[tuple[int, torch.dtype], ...]
