@@ -205,10 +205,11 @@ FEATURES: dict[str, Feature] = {
     "reduction_tuning": Feature("tuning", prepare=_reduction_tuning),
     "share_comm_ctx": Feature("share", prepare=lambda model, api, spec: api.share_comm_ctx(_sharded(model, api))),
     # kinds of training step
-    "accumulate": _scheduled(schedules.accumulate_with_sync),
-    "accumulate_no_sync": _scheduled(schedules.accumulate_without_sync),
-    "accumulate_mixed": _scheduled(schedules.accumulate_then_sync_again),
-    "accumulate_no_all_reduce": _scheduled(schedules.accumulate_without_all_reduce),
+    "accumulate": _scheduled(schedules.accumulate("set_requires_gradient_sync", True, True, True)),
+    "accumulate_no_sync": _scheduled(schedules.accumulate("set_requires_gradient_sync", False, False, True)),
+    # An existing sharded gradient meets an unsharded one.
+    "accumulate_mixed": _scheduled(schedules.accumulate("set_requires_gradient_sync", True, False, True)),
+    "accumulate_no_all_reduce": _scheduled(schedules.accumulate("set_requires_all_reduce", False, False, True)),
     "accumulate_one_block": _scheduled(schedules.accumulate_one_block_without_sync, "schedule apply"),
     "forwards_backward": _scheduled(schedules.several_forwards_one_backward),
     "forwards_backwards": _scheduled(schedules.several_forwards_then_backwards),

@@ -4,7 +4,7 @@ A schedule is a function of a :class:`Run` and the step's number. It adds its ob
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,32 +73,16 @@ def plain(run: Run, step: int) -> None:
     run.update()
 
 
-def accumulate_with_sync(run: Run, step: int) -> None:
-    for micro in range(3):
-        run.micro_batch(step, micro)
-    run.update()
+def accumulate(setter: str, *values: bool) -> Callable[[Run, int], None]:
+    """Three micro-batches, before each of which the model's `setter` is given a value."""
 
+    def schedule(run: Run, step: int) -> None:
+        for micro, value in enumerate(values):
+            getattr(run.model, setter)(value)
+            run.micro_batch(step, micro)
+        run.update()
 
-def accumulate_without_sync(run: Run, step: int) -> None:
-    for micro in range(3):
-        run.model.set_requires_gradient_sync(micro == 2)
-        run.micro_batch(step, micro)
-    run.update()
-
-
-def accumulate_then_sync_again(run: Run, step: int) -> None:
-    """Sync, no sync, sync: an existing sharded gradient meets an unsharded one."""
-    for micro, synced in enumerate((True, False, True)):
-        run.model.set_requires_gradient_sync(synced)
-        run.micro_batch(step, micro)
-    run.update()
-
-
-def accumulate_without_all_reduce(run: Run, step: int) -> None:
-    for micro in range(3):
-        run.model.set_requires_all_reduce(micro == 2)
-        run.micro_batch(step, micro)
-    run.update()
+    return schedule
 
 
 def accumulate_one_block_without_sync(run: Run, step: int) -> None:

@@ -1,4 +1,4 @@
-"""State dicts and checkpoints of `Owned` and `Blocks`: by stock and by ours, from and into any layout and engine."""
+"""State dicts and checkpoints of any placements: by stock and by ours, from and into any layout and engine."""
 
 import copy
 from pathlib import Path
@@ -142,11 +142,13 @@ def load(rank: int, world_size: int, how: str, layout: str, path: Path) -> dict[
 @pytest.mark.parametrize(
     ("saved", "loaded"),
     [
+        (("dcp.save", "shard", 3), [("dcp.load", "stock", 2), ("dcp.load", "shard", 4)]),
         (("dcp.save", "owned", 4), [("dcp.load", "stock", 3), ("dcp.load", "shard", 1)]),
         (("dcp.save", "shard", 2), [("dcp.load", "shard", 3), ("dcp.load", "stock", 1)]),
         (("dcp.save", "rows", 2), [("dcp.load", "owned", 2), ("dcp.load", "rows", 3)]),
         (("dcp.save", "elements", 4), [("dcp.load", "stock", 3), ("dcp.load", "elements", 3)]),
-        (("dcp.save", "stock", 3), [("dcp.load", "owned", 4), ("dcp.load", "rows", 2), ("ours", "elements", 2)]),
+        (("dcp.save", "stock", 3), [("dcp.load", "owned", 4), ("dcp.load", "rows", 2), ("dcp.load", "shard", 1)]),
+        (("dcp.save", "stock", 2), [("ours", "elements", 2)]),
         (("dcp.async_save", "owned", 2), [("dcp.load", "shard", 2)]),
         (("ours", "shard", 4), [("ours", "owned", 4), ("ours", "elements", 3), ("dcp.load", "stock", 2)]),
         (("ours", "rows", 4), [("ours", "owned", 4), ("ours", "rows", 3), ("ours", "shard", 2)]),

@@ -1,4 +1,4 @@
-"""State dicts: the DTensors that stock gives, interchangeable both ways, also through torch.distributed.checkpoint."""
+"""State dicts: the DTensors that stock gives, interchangeable both ways; test_placements.py saves and loads them."""
 
 import copy
 from typing import Any
