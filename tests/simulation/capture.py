@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from tests.simulation.configurations import CONFIGURATIONS, Configuration, configuration, optimize
+from tests.simulation.configurations import CONFIGURATIONS, configuration, optimize
 from tests.simulation.device import Access, Allocation, Observer, Stream, replay
-from tests.simulation.races import Known, Site, calling_site, join
-from tests.simulation.training import Run, started
+from tests.simulation.races import Known, calling_site, join
+from tests.simulation.training import Run, Scenario, started
 
 WARM_UP = 3
 REPLAYS = 3
@@ -29,14 +29,10 @@ AFTER = 2
 
 
 class Captures(Observer):
-    """Captures graphs and collects `findings`.
+    """Captures graphs and collects `findings`."""
 
-    `drops` decides which waits are left out, by the line that asks for them: planted faults.
-    """
-
-    def __init__(self, drops: Callable[[Site], bool] = lambda site: False) -> None:
+    def __init__(self) -> None:
         self.findings: dict[str, None] = {}  # in order, each once
-        self._drops = drops
         self._graph = 0  # the newest one
         self._capturing = False
         self._streams: dict[int, Known] = {}  # of the graph: the work that each of them comes after
@@ -101,9 +97,6 @@ class Captures(Observer):
         self._events[event] = self.graph(stream), dict(self._streams.get(stream, {}))
 
     def waits(self, stream: int, event: int) -> None:
-        site = calling_site()
-        if site.in_engine and self._drops(site):
-            return
         graph, known = self._events.get(event, (0, {}))
         if graph and not (self._capturing and graph == self._graph):
             self._find(f"stream {stream} waits for an event of a graph that has ended")
@@ -111,7 +104,7 @@ class Captures(Observer):
             self._find("the default stream waits for an event of the graph, and cannot be captured")
         elif graph:
             join(self._streams.setdefault(stream, {stream: 0}), known)
-            self._last[stream] = f"a wait at {site}"
+            self._last[stream] = f"a wait at {calling_site()}"
         elif stream in self._streams:
             self._find(f"stream {stream} waits for an event from outside of the graph")
 
@@ -166,25 +159,21 @@ class Captures(Observer):
 # -- training ----------------------------------------------------------------------------------------------------------
 
 
-def check_capture(
-    configuration: Configuration, engine: str = "ours", captures: Captures | None = None, *, whole: bool = True
-) -> list[str]:
+def check_capture(configuration: Scenario, *, whole: bool = True) -> list[str]:
     """Findings of a captured step, and whether its replays train as eager steps do, bit for bit."""
-    captures = captures or Captures()
-    eager, replayed = train(configuration, engine), train(configuration, engine, captures, whole=whole)
+    captures = Captures()
+    eager, replayed = train(configuration), train(configuration, captures, whole=whole)
     same = all(torch.equal(one.nan_to_num(), other.nan_to_num()) for one, other in zip(eager, replayed, strict=True))
     return [*captures.findings, *([] if same else ["replays do not train as eager steps do"])]
 
 
-def train(
-    configuration: Configuration, engine: str = "ours", captures: Captures | None = None, *, whole: bool = True
-) -> list[torch.Tensor]:
+def train(configuration: Scenario, captures: Captures | None = None, *, whole: bool = True) -> list[torch.Tensor]:
     """The shards after some eager steps, a few replays of a captured one, and eager steps again.
 
     Without `captures` all steps are eager. `whole`: the optimizer's step is in the graph, too; else it is eager, and
     gradients stay where they are between replays.
     """
-    with started(configuration.scenario, engine, captures or Captures(), lambda: 0.0) as run:
+    with started(configuration, "ours", captures or Captures(), lambda: 0.0) as run:
         params = list(run.model.parameters())  # the sharded ones: later some may stay unsharded
         _fill(params)
         run.optimizer = torch.optim.SGD([param for param in params if param.requires_grad], lr=0.001, momentum=0.9)
@@ -207,15 +196,12 @@ def train(
 
 
 MORE = [
-    configuration("memory kept for ever", prepare=lambda model: model.set_keep_unsharded_storage(True), on_stock=False),
-    # Stock does not gather parameters again that are older than the optimizer's step.
-    configuration(
-        "unsharded after backward", prepare=lambda model: model.set_reshard_after_backward(False), on_stock=False
-    ),
+    configuration("memory kept for ever", prepare=lambda model: model.set_keep_unsharded_storage(True)),
+    configuration("unsharded after backward", prepare=lambda model: model.set_reshard_after_backward(False)),
 ]
 
 NOT_CAPTURED = {
-    **{one.name: "the host waits during a capture" for one in CONFIGURATIONS if one.scenario.offload is not None},
+    **{one.name: "the host waits during a capture" for one in CONFIGURATIONS if one.offload is not None},
     "optimizer on another stream": "waits for an event from outside of the graph",  # of the step before
 }
 """Configurations that cannot be captured as they are, with the finding that says why."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -37,24 +36,11 @@ from tests.support.wire_weights import BFloat16OnTheWire
 ODD = BlockSpec(shapes=((16, 8), (11, 3), (5,)))
 
 
-@dataclass(frozen=True)
-class Configuration:
-    """A scenario, and on which engines it can run."""
-
-    scenario: Scenario
-    on_stock: bool = True
-
-    @property
-    def name(self) -> str:
-        return self.scenario.name
-
-
-def check(configuration: Configuration, engine: str = "ours", checker: Checker | None = None) -> Checker:
+def check(configuration: Scenario, checker: Checker | None = None) -> Checker:
     """Trains a few steps, watched; the optimizer runs on the default stream, or on the host for offloaded shards."""
     checker = checker or Checker()
-    scenario = configuration.scenario
-    with started(scenario, engine, checker, lambda: 0.0) as run, stepping_on(CheckedThread(checker)):
-        run.optimizer = scenario.optimizer([param for param in run.model.parameters() if param.requires_grad])
+    with started(configuration, "ours", checker, lambda: 0.0) as run, stepping_on(CheckedThread(checker)):
+        run.optimizer = configuration.optimizer([param for param in run.model.parameters() if param.requires_grad])
         for _ in take_steps(run):
             if "stepped" not in run.kept:
                 optimize(run)
@@ -355,16 +341,15 @@ def _last_left_out(step: int, count: int) -> list[int]:
     return (every, every[:-1], every[::-1])[step % 3]
 
 
-def configuration(name: str, *, on_stock: bool = True, **given: Any) -> Configuration:
-    given = {"blocks": (ODD,) * 5, "steps": 3, **given}
-    return Configuration(Scenario(name, **given), on_stock)
+def configuration(name: str, **given: Any) -> Scenario:
+    return Scenario(name, **{"blocks": (ODD,) * 5, "steps": 3, **given})
 
 
 def _compressed(**given: Any) -> dict[str, Any]:
     return {"compression_policy": ours.CompressionPolicy(**given)}
 
 
-CONFIGURATIONS: list[Configuration] = [
+CONFIGURATIONS: list[Scenario] = [
     configuration("plain"),
     configuration("packed", coalescing=False),
     configuration("bf16", mixed=True),
@@ -374,13 +359,13 @@ CONFIGURATIONS: list[Configuration] = [
     configuration("gradients add up, HSDP", replicas=2, step=_gradients_add_up),
     configuration("gradients add up, HSDP, not the last two", replicas=2, step=_not_the_last_two),
     configuration("CPU offload, gradients add up", offload={}, step=_gradients_add_up),
-    configuration("tensor subclass", build=_subclass, on_stock=False),
+    configuration("tensor subclass", build=_subclass),
     configuration("HSDP", replicas=2),
     configuration("HSDP, bf16, packed", replicas=2, mixed=True, coalescing=False),
     configuration("HSDP, all-reduce of the last micro-batch", replicas=2, step=all_reduce_once),
-    configuration("HSDP, partial sums are dropped", replicas=2, step=_drops_partial_sums, on_stock=False),
+    configuration("HSDP, partial sums are dropped", replicas=2, step=_drops_partial_sums),
     configuration("HSDP, 3 input buffers", replicas=2, prepare=three_buffers),
-    configuration("HSDP, sums of different blocks", replicas=2, step=_sums_of_different_blocks, on_stock=False),
+    configuration("HSDP, sums of different blocks", replicas=2, step=_sums_of_different_blocks),
     configuration("accumulation", step=accumulating),
     configuration("accumulation, bf16", step=accumulating, mixed=True),
     configuration("a gradient waits beside a reduction", step=_waits_beside_a_reduction),
@@ -389,34 +374,32 @@ CONFIGURATIONS: list[Configuration] = [
     configuration("reshard_after_forward=2, packed", options={"reshard_after_forward": 2}, coalescing=False),
     configuration("recomputation around", prepare=recompute),
     configuration("recomputation inside", build=_recompute_inside),
-    configuration("ties", build=_tie, on_stock=False),
+    configuration("ties", build=_tie),
     configuration("frozen parameters", build=_freeze),
     configuration("some with the root", in_root=(0, 4)),
     configuration("some modules skipped", order=_skip),
-    configuration("0-dim parameters", blocks=(BlockSpec(shapes=((16, 8), ())),) * 5, on_stock=False),
-    configuration("prefetch budget", prepare=lambda model: model.set_prefetch_budget(16 * ODD.numel), on_stock=False),
-    configuration("prefetch depth", prepare=lambda model: model.set_prefetch_depth(3), on_stock=False),
+    configuration("0-dim parameters", blocks=(BlockSpec(shapes=((16, 8), ())),) * 5),
+    configuration("prefetch budget", prepare=lambda model: model.set_prefetch_budget(16 * ODD.numel)),
+    configuration("prefetch depth", prepare=lambda model: model.set_prefetch_depth(3)),
     configuration("explicit lists", prepare=two_ahead),
     configuration("3 input buffers", prepare=three_buffers),
     configuration("3 input buffers, bf16", prepare=three_buffers, mixed=True),
-    configuration("registered memory", prepare=registered, on_stock=False),
-    configuration("registered memory, HSDP, packed", prepare=registered, replicas=2, coalescing=False, on_stock=False),
+    configuration("registered memory", prepare=registered),
+    configuration("registered memory, HSDP, packed", prepare=registered, replicas=2, coalescing=False),
     configuration("CPU offload", offload={}),
     configuration("CPU offload, bf16", offload={}, mixed=True),
     configuration("CPU offload, accumulation", offload={}, step=accumulating),
     configuration("CPU offload, not pinned", offload={"pin_memory": False}),
-    configuration("CPU offload, gradient hooks", offload={}, prepare=_reads_gradients, on_stock=False),
-    configuration("CPU offload of the largest, bf16", offload={"budget": 80}, mixed=True, on_stock=False),
-    configuration("activations on the host", prepare=_activations, on_stock=False),
-    configuration("activations on the host, two forwards", prepare=_activations, step=_two_forwards, on_stock=False),
-    configuration("activations on the host, side stream", prepare=_activations, step=_on_a_side_stream, on_stock=False),
-    configuration("activations on the host, all of them", prepare=_all_activations, on_stock=False),
-    configuration(
-        "activations on the host, half a backward", prepare=_all_activations, step=_half_a_backward, on_stock=False
-    ),
+    configuration("CPU offload, gradient hooks", offload={}, prepare=_reads_gradients),
+    configuration("CPU offload of the largest, bf16", offload={"budget": 80}, mixed=True),
+    configuration("activations on the host", prepare=_activations),
+    configuration("activations on the host, two forwards", prepare=_activations, step=_two_forwards),
+    configuration("activations on the host, side stream", prepare=_activations, step=_on_a_side_stream),
+    configuration("activations on the host, all of them", prepare=_all_activations),
+    configuration("activations on the host, half a backward", prepare=_all_activations, step=_half_a_backward),
     configuration("optimizer in backward", prepare=_in_backward),
     *(
-        configuration(f"overlapped steps{name}", optimizer=_overlapped, on_stock=False, **given)
+        configuration(f"overlapped steps{name}", optimizer=_overlapped, **given)
         for name, given in (
             ("", {}),
             (", bf16", {"mixed": True}),
@@ -431,9 +414,7 @@ CONFIGURATIONS: list[Configuration] = [
         )
     ),
     *(
-        configuration(
-            f"steps in backward{name}", optimizer=partial(_overlapped, when="backward"), on_stock=False, **given
-        )
+        configuration(f"steps in backward{name}", optimizer=partial(_overlapped, when="backward"), **given)
         for name, given in (
             ("", {}),
             (", HSDP", {"replicas": 2}),
@@ -443,60 +424,46 @@ CONFIGURATIONS: list[Configuration] = [
     ),
     configuration("optimizer in backward, HSDP", prepare=_in_backward, replicas=2),
     configuration("optimizer in backward, HSDP, not the last", prepare=_in_backward, replicas=2, step=_not_the_last),
-    configuration(
-        "optimizer in backward, unshard between", prepare=_in_backward, step=_unshard_between, on_stock=False
-    ),
-    configuration(
-        "optimizer in backward, chunk by chunk",
-        prepare=_in_backward,
-        together=(3, 4),
-        step=_chunk_by_chunk,
-        on_stock=False,
-    ),
+    configuration("optimizer in backward, unshard between", prepare=_in_backward, step=_unshard_between),
+    configuration("optimizer in backward, chunk by chunk", prepare=_in_backward, together=(3, 4), step=_chunk_by_chunk),
     configuration("side stream", step=_on_a_side_stream),
-    configuration("backwards on two streams", step=_backwards_on_two_streams, on_stock=False),
-    configuration("shards written between forward and backward", step=_write_between, on_stock=False),
-    configuration("chunk by chunk", together=(3, 4), step=_chunk_by_chunk, on_stock=False),
+    configuration("backwards on two streams", step=_backwards_on_two_streams),
+    configuration("shards written between forward and backward", step=_write_between),
+    configuration("chunk by chunk", together=(3, 4), step=_chunk_by_chunk),
     configuration("unshard ahead, forward on another stream", step=_unshard_here_compute_there),
     configuration(
-        "tensor subclass, unshard ahead, forward on another stream",
-        build=_subclass,
-        step=_unshard_here_compute_there,
-        on_stock=False,
+        "tensor subclass, unshard ahead, forward on another stream", build=_subclass, step=_unshard_here_compute_there
     ),
     configuration(
         "tensor subclass, packed, unshard ahead, forward on another stream",
         build=_subclass,
         step=_unshard_here_compute_there,
         coalescing=False,
-        on_stock=False,
     ),
     configuration("unshard by hand", step=_unshard_by_hand),
-    configuration("the optimizer steps while blocks are gathered", step=_step_while_gathering, on_stock=False),
+    configuration("the optimizer steps while blocks are gathered", step=_step_while_gathering),
     configuration("pipeline stages", blocks=(ODD,) * 6, stages=2, step=pipelined),
     configuration("evaluation between", step=_evaluate_between),
     configuration("two forwards, two backwards", step=_two_forwards),
-    configuration("interrupted forward", step=_interrupted, on_stock=False),
-    configuration("interrupted forward, tensor subclass", build=_subclass, step=_interrupted, on_stock=False),
+    configuration("interrupted forward", step=_interrupted),
+    configuration("interrupted forward, tensor subclass", build=_subclass, step=_interrupted),
     configuration("all-reduce hook", prepare=_hook(stream=False), replicas=2),
     configuration("all-reduce hook on a stream", prepare=_hook(stream=True)),
     configuration(
         "all-reduce hook on a stream, sums in bf16",
         prepare=_hook(stream=True),
         options={"mp_policy": ours.MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)},
-        on_stock=False,
     ),
     configuration(
         "reduce-scatters on their own group", prepare=lambda model: model.set_separate_reduce_scatter_group(True)
     ),
     configuration("custom collectives", prepare=_custom),
     configuration("optimizer on another stream", step=_optimizer_on_a_stream),
-    configuration("int8", options=_compressed(gather="int8", reduce="int8"), on_stock=False),
+    configuration("int8", options=_compressed(gather="int8", reduce="int8")),
     configuration(
         "int8, sums in bf16",
         options=_compressed(gather="int8", reduce="int8")
         | {"mp_policy": ours.MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)},
-        on_stock=False,
     ),
-    configuration("bf16 gradients", options=_compressed(reduce="bf16"), on_stock=False),
+    configuration("bf16 gradients", options=_compressed(reduce="bf16")),
 ]

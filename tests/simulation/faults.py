@@ -14,8 +14,9 @@ from typing import Any
 from unittest import mock
 
 from shardkit.core.runtime import lanes
-from tests.simulation.configurations import CONFIGURATIONS, Configuration, check
+from tests.simulation.configurations import CONFIGURATIONS, check
 from tests.simulation.races import Checker, Site, calling_site
+from tests.simulation.training import Scenario
 
 # A line that holds memory, and which of its tensors: "first", "last" or "middle"; "all" that a lane keeps alive.
 Reference = tuple[Site, str]
@@ -23,20 +24,20 @@ Reference = tuple[Site, str]
 
 def unneeded_waits() -> tuple[int, set[str]]:
     """How many waits the engine asks for, and those that can be left out without a finding."""
-    places: dict[Site, list[Configuration]] = {}
+    places: dict[Site, list[Scenario]] = {}
     for configuration in CONFIGURATIONS:
         for site in check(configuration).waited_at:
             places.setdefault(site, []).append(configuration)
 
     def found(site: Site) -> bool:
-        return any(check(one, checker=Checker(lambda at: at == site, limit=1)).findings for one in places[site])
+        return any(check(one, Checker(lambda at: at == site, limit=1)).findings for one in places[site])
 
     return len(places), {site.functions for site in places if not found(site)}
 
 
 def unneeded_references() -> tuple[int, set[str]]:
     """How many references keep memory alive for a program, and those that can be dropped without a finding."""
-    places: dict[Reference, list[Configuration]] = {}
+    places: dict[Reference, list[Scenario]] = {}
     for configuration in CONFIGURATIONS:
         seen: set[Reference] = set()
         with _dropping(lambda reference, seen=seen: bool(seen.add(reference))):  # type: ignore[misc, func-returns-value]
@@ -46,7 +47,7 @@ def unneeded_references() -> tuple[int, set[str]]:
 
     def found(reference: Reference) -> bool:
         with _dropping(lambda at: at == reference):
-            return any(check(one, checker=Checker(limit=1)).findings for one in places[reference])
+            return any(check(one, Checker(limit=1)).findings for one in places[reference])
 
     return len(places), {f"{which} of {site.functions}" for site, which in places if not found((site, which))}
 

@@ -3,13 +3,11 @@
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardkit.core.runtime.lanes import StreamLane
 from tests.simulation.capture import MORE, NOT_CAPTURED, Captures, check_capture
 from tests.simulation.configurations import CONFIGURATIONS, optimize
 from tests.simulation.device import Observer
@@ -19,37 +17,29 @@ from tests.simulation.training import Scenario, started, take_steps, whole_step
 EVERY = {one.name: one for one in (*MORE, *CONFIGURATIONS)}
 CAPTURED = [name for name in EVERY if name not in NOT_CAPTURED]
 
-TAKES_TURNS = [name for name, one in EVERY.items() if one.scenario.order is not Scenario.order]  # others each step
+TAKES_TURNS = [name for name, one in EVERY.items() if one.order is not Scenario.order]  # others each step
 
 
-def captured(name: str, engine: str, whole: bool = True) -> list[str]:
+def captured(name: str, whole: bool = True) -> list[str]:
     """Runs in the process that has the device, as everything here that is not a test does."""
-    return check_capture(EVERY[name], engine, whole=whole)
+    return check_capture(EVERY[name], whole=whole)
 
 
 @pytest.mark.parametrize("name", CAPTURED)
 def test_a_step_is_captured(name: str, on_device: Callable[..., Any]) -> None:
-    found = on_device(captured, name, "ours")
+    found = on_device(captured, name)
     assert not found, "\n".join(found)
 
 
 @pytest.mark.parametrize("name", ["plain", "HSDP", "unsharded after backward"])
 def test_forward_and_backward_are_captured_without_the_optimizer(name: str, on_device: Callable[..., Any]) -> None:
-    found = on_device(captured, name, "ours", False)
-    assert not found, "\n".join(found)
-
-
-@pytest.mark.daily(name=["plain", "unshard by hand"])
-@pytest.mark.parametrize("name", [name for name in CAPTURED if EVERY[name].on_stock])
-def test_stocks_step_is_captured(name: str, on_device: Callable[..., Any]) -> None:
-    """The rules are not stricter than CUDA's: torch captures a step of stock's engine in its own tests, on GPUs."""
-    found = on_device(captured, name, "stock")
+    found = on_device(captured, name, False)
     assert not found, "\n".join(found)
 
 
 @pytest.mark.parametrize("name", NOT_CAPTURED)
 def test_what_cannot_be_captured_is_found_out(name: str, on_device: Callable[..., Any]) -> None:
-    assert any(NOT_CAPTURED[name] in finding for finding in on_device(captured, name, "ours"))
+    assert any(NOT_CAPTURED[name] in finding for finding in on_device(captured, name))
 
 
 class Addresses(Observer):
@@ -68,7 +58,7 @@ class Addresses(Observer):
 def places(name: str) -> list[list[tuple[str, tuple[int, ...]]]]:
     """Step by step, with an allocator that works as torch's caching one does."""
     observer, steps = Addresses(), []
-    with started(replace(EVERY[name].scenario, steps=6), "ours", observer, lambda: 0.0) as run:
+    with started(replace(EVERY[name], steps=6), "ours", observer, lambda: 0.0) as run:
         observer.blocks = {block.name: block for block in run.model.modules() if isinstance(block, Block)}
         run.optimizer = torch.optim.SGD([one for one in run.model.parameters() if one.requires_grad], lr=0.1)
         for _ in take_steps(run):
@@ -87,35 +77,9 @@ def test_unsharded_parameters_lie_where_they_lay(name: str, on_device: Callable[
     assert sixth == fifth == fourth == third
 
 
-@pytest.mark.parametrize("name", TAKES_TURNS)
-def test_parameters_that_lie_elsewhere_are_noticed(name: str, on_device: Callable[..., Any]) -> None:
-    *_, fifth, sixth = on_device(places, name)
-    assert sixth != fifth
-
-
-# -- planted faults ----------------------------------------------------------------------------------------------------
-
-
-def without_joining() -> list[str]:
-    with mock.patch.object(StreamLane, "_is_in_graph", True):
-        return check_capture(EVERY["unshard by hand"])
-
-
-def without_waiting(function: str) -> list[str]:
-    return check_capture(EVERY["plain"], captures=Captures(lambda site: function in site.functions))
-
-
-def test_a_lane_that_allocates_before_it_joins_is_found_out(on_device: Callable[..., Any]) -> None:
-    assert any("freed, and replays use it" in finding for finding in on_device(without_joining))
-
-
-def test_a_lane_that_is_not_waited_for_is_found_out(on_device: Callable[..., Any]) -> None:
-    assert any("is never waited for" in finding for finding in on_device(without_waiting, "StreamTicket.wait"))
-
-
 def gathered_before() -> str:
     captures = Captures()
-    with started(EVERY["plain"].scenario, "ours", captures, lambda: 0.0) as run:
+    with started(EVERY["plain"], "ours", captures, lambda: 0.0) as run:
         whole_step(run)
         run.model.blocks[1].unshard()
         with pytest.raises(RuntimeError) as raised, captures.capture([]):

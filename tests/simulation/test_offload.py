@@ -53,7 +53,7 @@ def _fill(model: Any) -> None:
 
 def transfers(name: str) -> tuple[list[Transfer], list[Transfer]]:
     """The copies to the device in the last step, and what a copy of each block's shards is."""
-    (scenario,) = (one.scenario for one in CONFIGURATIONS if one.name == name)
+    (scenario,) = (one for one in CONFIGURATIONS if one.name == name)
     observer = _Transfers()
     with started(replace(scenario, build=_fill), "ours", observer, lambda: 0.0) as run:
         run.optimizer = torch.optim.SGD(run.model.parameters(), lr=0.1)

@@ -11,30 +11,15 @@ from tests.simulation.faults import unneeded_references, unneeded_waits
 from tests.simulation.races import Checker
 from tests.simulation.training import Scenario, started
 
-# Configurations in which stock's engine has findings of its own.
-STOCKS_OWN = {
-    "unshard ahead, forward on another stream",
-    "two forwards, two backwards",
-    "optimizer in backward, HSDP, not the last",
-}
 
-
-def findings(name: str, engine: str) -> list[str]:
+def findings(name: str) -> list[str]:
     (configuration,) = (one for one in CONFIGURATIONS if one.name == name)
-    return list(check(configuration, engine).findings)
+    return list(check(configuration).findings)
 
 
 @pytest.mark.parametrize("name", [one.name for one in CONFIGURATIONS])
 def test_no_findings(name: str, on_device: Callable[..., Any]) -> None:
-    found = on_device(findings, name, "ours")
-    assert not found, "\n".join(found)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [one.name for one in CONFIGURATIONS if one.on_stock and one.name not in STOCKS_OWN])
-def test_no_findings_in_stock(name: str, on_device: Callable[..., Any]) -> None:
-    """The checker gives no false alarms: stock's waits have years of use behind them."""
-    found = on_device(findings, name, "stock")
+    found = on_device(findings, name)
     assert not found, "\n".join(found)
 
 

@@ -130,7 +130,6 @@ class Scenario:
     in_root: tuple[int, ...] = ()
     together: tuple[int, ...] = ()
     shards: int = SHARDS
-    rank: int = 0
     mixed: bool = False
     offload: dict[str, Any] | None = None
     options: dict[str, Any] = field(default_factory=dict)
@@ -148,7 +147,7 @@ class Scenario:
 def started(scenario: Scenario, engine: str, observer: Observer, clock: Callable[[], float]) -> Iterator[Run]:
     """The model of `scenario`, sharded by "stock" or "ours", watched by `observer` until the block ends."""
     world = scenario.shards * scenario.replicas
-    with simulate(observer, world, coalescing=scenario.coalescing, rank=scenario.rank) as simulation:
+    with simulate(observer, world, coalescing=scenario.coalescing) as simulation:
         run = Run(ENGINES[engine], scenario, simulation, clock)
         mesh = _mesh(scenario.shards, scenario.replicas)
         size = len(scenario.blocks) // scenario.stages
