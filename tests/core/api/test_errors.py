@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from shardkit.core import (
-    CPUOffloadPolicy,
     DataParallelMeshDims,
     MixedPrecisionPolicy,
     fully_shard,
@@ -247,7 +246,6 @@ def test_tied_parameters_with_different_policies(rank: int, world_size: int) -> 
     for options in (
         {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)},
         {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float64)},
-        {"offload_policy": CPUOffloadPolicy()},
         {"mesh": rank_mesh((2, 1), ("replicate", "shard"))},
     ):
         for first, second in ((options, {}), ({}, options)):

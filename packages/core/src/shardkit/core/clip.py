@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -71,12 +71,8 @@ def clip_grad_norm_(
     distinct = _distinct(parameters)
     norm = grad_norm(distinct, norm_type, error_if_nonfinite=error_if_nonfinite, foreach=foreach)
     factor = torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0)
-    by_device: dict[torch.device, list[torch.Tensor]] = {}
-    for name, parameter in distinct:
-        if (grad := _local_grad(name, parameter)) is not None and grad.numel():
-            by_device.setdefault(grad.device, []).append(grad)
     with torch.no_grad():
-        for device, grads in by_device.items():
+        for device, grads in _by_device(_local_grad(*one) for one in distinct).items():
             if _use_foreach(foreach, device):
                 foreach_scale_(grads, factor.to(device))
                 continue
@@ -97,20 +93,23 @@ def grad_norm(
     if not norm_type > 0:
         raise ValueError(f"norm_type={norm_type} is not a p-norm: expected a number above 0, or inf")
     distinct = _distinct(parameters)
-    _refuse_unreduced(distinct)
+    params = [param for _, one in distinct if (param := sharded_counterpart(one)) is not None]
+    for schedule in {FSDPParamGroup.of(param).schedule for param in params}:
+        schedule.refuse_unended("the norm of gradients is taken")
+    for param in params:
+        param.refuse_pending("the norm of gradients is taken")
     plan = _Plan.of(distinct)
     with torch.no_grad():
         parts = [_measure(bucket, norm_type, plan, foreach) for bucket in plan.buckets]
-        plain = [index for index, bucket in enumerate(plan.buckets) if bucket.plain is not None and plan.groups]
-        own = [parts[index] for index in plain]
-        plan.buckets += [replace(plan.buckets[index], groups=tuple(plan.groups)) for index in plain]
-        parts += own
+        own = list(parts)
         plan.reduce(parts, dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM)
-        for mine in reversed(own):
-            bucket, summed = plan.buckets.pop(), parts.pop()
+        for index, bucket in enumerate(plan.buckets):
+            if bucket.plain is None or not bucket.groups:
+                continue
+            summed, parts[index] = parts[index], own[index]
             if _compared.get(bucket.plain) != len(bucket.entries):
                 _compared[bucket.plain] = len(bucket.entries)
-                _warn_of_own_gradients(bucket, mine, summed, norm_type)
+                _warn_of_own_gradients(bucket, own[index], summed, norm_type)
         norm = _combine(parts, norm_type, plan)
         if error_if_nonfinite and not bool(norm.isfinite()):
             raise RuntimeError(_nonfinite_message(plan, norm, norm_type))
@@ -121,13 +120,11 @@ def grad_norm(
 class _Bucket:
     """Parameters whose gradients add up over the same mesh axes."""
 
-    groups: tuple[tuple[int, ...], ...]  # the ranks of each process group to reduce over
     device: torch.device  # where the partial result is kept
+    # The ranks of each process group to reduce over; of plain parameters, those over which they should be the same.
+    groups: tuple[tuple[int, ...], ...] = ()
     entries: list[tuple[str, torch.Tensor | None]] = field(default_factory=list)  # name, local gradient
     plain: torch.Tensor | None = None  # the first of plain parameters
-
-    def grads(self) -> list[torch.Tensor]:
-        return [grad for _, grad in self.entries if grad is not None and grad.numel()]
 
 
 @dataclass
@@ -145,22 +142,23 @@ class _Plan:
         groups: dict[tuple[int, ...], tuple[dist.ProcessGroup, torch.device]] = {}
         device: torch.device | None = None
         for name, parameter in parameters:
-            axes: tuple[int, ...] = ()
-            home = parameter.device
-            key: object = ("plain", home)
-            if isinstance(parameter, DTensor):
-                mesh = parameter.device_mesh
-                if mesh.get_coordinate() is None:
-                    continue  # this rank holds no part of the parameter and belongs to none of its groups
-                axes = _sharded_axes(name, parameter.placements, mesh)
-                home = device_of(mesh)
-                # The key has the whole mesh, not only this rank's groups: only then do all ranks of a group agree.
-                key = (mesh, axes)
+            if not isinstance(parameter, DTensor):
+                bucket = buckets.setdefault(("plain", parameter.device), _Bucket(parameter.device, plain=parameter))
+            elif (mesh := parameter.device_mesh).get_coordinate() is None:
+                continue  # this rank holds no part of the parameter and belongs to none of its groups
+            else:
+                axes, home = _sharded_axes(name, parameter.placements, mesh), device_of(mesh)
                 device = device or home
-            if key not in buckets:
-                ranks = tuple(_group_of(mesh, axis, groups) for axis in axes)
-                buckets[key] = _Bucket(ranks, home, plain=None if isinstance(parameter, DTensor) else parameter)
-            buckets[key].entries.append((name, _local_grad(name, parameter)))
+                # The key has the whole mesh, not only this rank's groups: only then do all ranks of a group agree.
+                if (mesh, axes) not in buckets:
+                    over = {tuple(dist.get_process_group_ranks(one)): one for one in map(mesh.get_group, axes)}
+                    groups.update({ranks: (one, home) for ranks, one in over.items() if ranks not in groups})
+                    buckets[mesh, axes] = _Bucket(home, tuple(over))
+                bucket = buckets[mesh, axes]
+            bucket.entries.append((name, _local_grad(name, parameter)))
+        for bucket in buckets.values():
+            if bucket.plain is not None:
+                bucket.groups = tuple(groups)
         wide = any(parameter.dtype in (torch.float64, torch.complex128) for _, parameter in parameters)
         if device is None:
             device = parameters[0][1].device if parameters else torch.device("cpu")
@@ -182,13 +180,14 @@ class _Plan:
 
 def _measure(bucket: _Bucket, norm_type: float, plan: _Plan, foreach: bool | None) -> torch.Tensor:
     """This rank's share of a bucket: [sum of p-th powers], or [largest, any nan] for the inf-norm. fp64."""
-    by_device: dict[torch.device, list[torch.Tensor]] = {}
-    for grad in bucket.grads():
-        by_device.setdefault(grad.device, []).append(grad)
-    norms = [
-        torch.stack(_norms(grads, norm_type, plan.dtype, _use_foreach(foreach, device))).to(bucket.device)
-        for device, grads in by_device.items()
-    ]
+    norms = []
+    for device, grads in _by_device(grad for _, grad in bucket.entries).items():
+        real = [grad.abs() if grad.is_complex() else grad for grad in grads]
+        if _use_foreach(foreach, device):
+            found = list(foreach_norm(real, norm_type, plan.dtype))
+        else:
+            found = [torch.linalg.vector_norm(grad, norm_type, dtype=plan.dtype) for grad in real]
+        norms.append(torch.stack(found).to(bucket.device))
     # The few numbers left are combined in fp64: powers of large norms would overflow fp32.
     every = torch.cat(norms).double() if norms else torch.zeros(1, dtype=torch.float64, device=bucket.device)
     if not math.isinf(norm_type):
@@ -198,18 +197,19 @@ def _measure(bucket: _Bucket, norm_type: float, plan: _Plan, foreach: bool | Non
     return torch.stack([largest, every.isnan().any().double()])
 
 
-def _norms(grads: list[torch.Tensor], norm_type: float, dtype: torch.dtype, foreach: bool) -> list[torch.Tensor]:
-    if any(grad.is_complex() for grad in grads):
-        grads = [grad.abs() if grad.is_complex() else grad for grad in grads]
-    if foreach:
-        return list(foreach_norm(grads, norm_type, dtype))
-    return [torch.linalg.vector_norm(grad, norm_type, dtype=dtype) for grad in grads]
+def _by_device(grads: Iterable[torch.Tensor | None]) -> dict[torch.device, list[torch.Tensor]]:
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for grad in grads:
+        if grad is not None and grad.numel():
+            by_device.setdefault(grad.device, []).append(grad)
+    return by_device
 
 
 def _warn_of_own_gradients(bucket: _Bucket, mine: torch.Tensor, summed: torch.Tensor, norm_type: float) -> None:
     """Warns if plain gradients of this rank are not those of the others, whose sum or maximum is `summed`."""
     copies = 1 if math.isinf(norm_type) else math.prod(map(len, bucket.groups))
-    if bucket.grads() and not torch.allclose(mine.to(summed.device) * copies, summed, rtol=1e-4, equal_nan=True):
+    has_grads = any(grad is not None and grad.numel() for _, grad in bucket.entries)
+    if has_grads and not torch.allclose(mine.to(summed.device) * copies, summed, rtol=1e-4, equal_nan=True):
         name = next(name for name, grad in bucket.entries if grad is not None)
         warnings.warn(
             f"the norm of gradients takes plain parameters ({name}, ...) to be the same on every rank, and their "
@@ -267,15 +267,6 @@ def _distinct(parameters: Parameters) -> list[tuple[str, torch.Tensor]]:
     return list(seen.values())
 
 
-def _refuse_unreduced(parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Raises RuntimeError if an iteration has not ended, or a gradient has yet to be reduced."""
-    params = [param for _, one in parameters if (param := sharded_counterpart(one)) is not None]
-    for schedule in {FSDPParamGroup.of(param).schedule for param in params}:
-        schedule.refuse_unended("the norm of gradients is taken")
-    for param in params:
-        param.refuse_pending("the norm of gradients is taken")
-
-
 def _sharded_axes(name: str, placements: Sequence[Placement], mesh: DeviceMesh) -> tuple[int, ...]:
     for placement in placements:
         if placement.is_partial():
@@ -285,16 +276,6 @@ def _sharded_axes(name: str, placements: Sequence[Placement], mesh: DeviceMesh) 
             )
     sharded = [axis for axis, placement in enumerate(placements) if not placement.is_replicate()]
     return tuple(axis for axis in sharded if mesh.size(axis) > 1)
-
-
-def _group_of(
-    mesh: DeviceMesh, axis: int, groups: dict[tuple[int, ...], tuple[dist.ProcessGroup, torch.device]]
-) -> tuple[int, ...]:
-    """The ranks of this rank's process group on a mesh axis; equal sets of ranks share one entry in `groups`."""
-    group = mesh.get_group(axis)
-    ranks = tuple(dist.get_process_group_ranks(group))
-    groups.setdefault(ranks, (group, device_of(mesh)))
-    return ranks
 
 
 def _local_grad(name: str, parameter: torch.Tensor) -> torch.Tensor | None:

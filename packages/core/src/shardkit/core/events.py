@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -223,20 +222,12 @@ Listener: TypeAlias = Callable[[Event], None]
 class Hub:
     """The process's subscriptions. `active` is true while there is one."""
 
-    def __init__(self) -> None:
-        self.subscriptions: tuple[Subscription, ...] = ()
-        self.active = False
-        self._lock = threading.Lock()
-
-    def change(self, subscription: Subscription, *, is_open: bool) -> None:
-        """Adds or removes a subscription."""
-        with self._lock:
-            others = tuple(one for one in self.subscriptions if one is not subscription)
-            self.subscriptions = (*others, subscription) if is_open else others
-            self.active = bool(self.subscriptions)
+    subscriptions: tuple[Subscription, ...] = ()
+    active = False
 
 
 hub = Hub()
+_lock = threading.Lock()
 
 
 class Subscription:
@@ -244,16 +235,19 @@ class Subscription:
 
     def __init__(self, listener: Listener) -> None:
         self.listener = listener
-        hub.change(self, is_open=True)
+        with _lock:
+            hub.subscriptions, hub.active = (*hub.subscriptions, self), True
 
     def close(self) -> None:
         """Stop listening. Closing twice is harmless."""
-        hub.change(self, is_open=False)
+        with _lock:
+            hub.subscriptions = tuple(one for one in hub.subscriptions if one is not self)
+            hub.active = bool(hub.subscriptions)
 
     def __enter__(self) -> Subscription:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -6,7 +6,7 @@ import atexit
 import functools
 import types
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import starmap
 from typing import Any, overload
 
@@ -31,14 +31,12 @@ from shardkit.core.parameters.gradients import move_gradient_hooks
 from shardkit.core.parameters.param import FSDPParam, Slot
 from shardkit.core.policies import (
     CompressionPolicy,
-    CPUOffloadPolicy,
     DataParallelMeshDims,
     MixedPrecisionPolicy,
     OffloadChoice,
     OffloadPolicy,
     as_mesh_dims,
     as_mixed_precision,
-    as_offload,
     offload_of_each,
 )
 from shardkit.core.runtime.gloo_threads import wait_for_threads
@@ -142,7 +140,7 @@ def fully_shard(
     shard_bytes = {one.fqn: -(-one.plain.nbytes // one.mesh.shard_size) for one in managed.parameters}
     offload = offload_of_each(offload_policy, shard_bytes)
     for param, _ in managed.ties:
-        _check_tie(param, data_parallel, policy, offload_policy, compression_policy)
+        _check_tie(param, data_parallel, policy, compression_policy)
     for buffer in managed.buffers:
         if buffer.device != device and buffer.device.type != "meta":  # `materialize` handles those
             buffer.data = buffer.to(device)
@@ -219,25 +217,17 @@ def _refuse_inside_sharded(modules: Sequence[nn.Module], managed: Managed) -> No
 
 
 def _check_tie(
-    param: FSDPParam,
-    mesh: DataParallelMesh,
-    policy: MixedPrecisionPolicy,
-    offload: OffloadChoice,
-    compression: CompressionPolicy | None,
+    param: FSDPParam, mesh: DataParallelMesh, policy: MixedPrecisionPolicy, compression: CompressionPolicy | None
 ) -> None:
-    """A tied parameter has one mesh and one set of policies; offloading that names or a budget choose is as it was."""
-    of_all = None if isinstance(offload, Mapping) else as_offload(offload)
-    offloads = of_all if isinstance(of_all, CPUOffloadPolicy) else None
+    """A tied parameter has one mesh and one set of dtypes, whichever of its modules runs; it stays where it is."""
     own = policy.for_parameter(param.sharded_param, param.fqn)
-    chosen = of_all is None or (offloads is not None and offloads.budget is not None)
     rounding = FSDPParamGroup.of(param).settings.communication.compression if param.shape else compression
-    theirs = (param.mesh.mesh, param.mp_policy.param_dtype, param.mp_policy.reduce_dtype, param.offload, rounding)
-    ours = (mesh.mesh, own.param_dtype, own.reduce_dtype, param.offload if chosen else offloads, compression)
+    theirs = (param.mesh.mesh, param.mp_policy.param_dtype, param.mp_policy.reduce_dtype, rounding)
+    ours = (mesh.mesh, own.param_dtype, own.reduce_dtype, compression)
     if theirs != ours:
         raise ValueError(
             f"parameter '{param.fqn}' is tied to one that an earlier fully_shard call has sharded with (mesh, "
-            f"param_dtype, reduce_dtype, offload, compression) = {theirs}; this call has {ours}. Give both calls the "
-            "same"
+            f"param_dtype, reduce_dtype, compression) = {theirs}; this call has {ours}. Give both calls the same"
         )
 
 

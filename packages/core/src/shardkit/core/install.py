@@ -153,7 +153,7 @@ def _replacements_of_fsdp2() -> Iterator[tuple[Any, Any]]:
 
 
 def _in_place_of(stock: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
-    """A separate function in place of stock's, so that `uninstall` can distinguish it from users' imports of ours.
+    """A separate function, so that `uninstall` can distinguish it from users' imports of ours.
 
     It pickles under the name of stock's: a child process that unpickles it must also install shardkit.
     """
@@ -206,28 +206,20 @@ def _bind(replacements: list[tuple[Any, Any]]) -> tuple[str, ...]:
 
 
 def announce_first_step(*, quiet: bool) -> Callable[[], None]:
-    """Installs a listener for the first root; returns the function that removes it.
-
-    Rank 0 writes one line to stderr, unless `quiet`. Every process leaves a file in the directory of
-    `shardkit run`.
-    """
+    """At the first root, rank 0 writes a line, unless `quiet`, and each process a file for `shardkit run`."""
 
     def listener(event: events.Event) -> None:
         if isinstance(event, events.RootReady):
             subscription.close()
-            _record()
+            directory = os.environ.get(_RECORDS)
+            if directory and Path(directory).is_dir():
+                Path(directory, str(os.getpid())).touch()
             if not quiet and dist.get_rank() == 0:
                 sys.stderr.write(f"{_line(event.module)}\n")
                 sys.stderr.flush()
 
     subscription = events.subscribe(listener)
     return subscription.close
-
-
-def _record() -> None:
-    directory = os.environ.get(_RECORDS)
-    if directory and Path(directory).is_dir():
-        Path(directory, str(os.getpid())).touch()
 
 
 def _line(root: nn.Module) -> str:

@@ -32,15 +32,13 @@ def materialize(
 
     Each submodule that owns a tensor on the meta device has its `reset_parameters()` called, or `_reset_parameters()`,
     the name in `nn.MultiheadAttention`. Submodules come before the module that holds them, in order of registration. A
-    tensor that was not fully overwritten is an error; these are often non-persistent buffers, which no checkpoint
-    restores. Of numbers of one byte, such as bool, only a missing initialiser is noticed: they begin as zeros. Tensors
-    that are not on the meta device stay unchanged, unless the `reset_parameters()` of their submodule writes to them.
+    tensor that was not fully overwritten, often a non-persistent buffer, is an error; numbers of one byte, such as
+    bool, begin as zeros. Other tensors stay, unless the `reset_parameters()` of their submodule writes to them.
 
-    An initialiser sees whole plain tensors, as before sharding: each parameter is allocated, or gathered, when it is
-    first read, and this rank keeps its part when the initialiser returns. So the values equal, bit for bit, those of
-    the unsharded model on the same device, on any number of ranks and with any placement, whatever the initialiser
-    does. Random values come from torch's default generators; all ranks need the same seed, and their generators are
-    equal again afterwards. The memory for it is that of the largest submodule that one initialiser writes.
+    An initialiser sees whole plain tensors: each parameter is allocated, or gathered, when it is first read, and this
+    rank keeps its part when the initialiser returns. So the values equal, bit for bit, those of the unsharded model on
+    the same device, on any number of ranks and with any placement. Random values come from torch's default generators;
+    all ranks need the same seed. The memory for it is that of the largest submodule that one initialiser writes.
 
     Collective over the meshes of the model where an initialiser writes what another one has initialised.
 
@@ -55,9 +53,6 @@ def materialize(
             tensor that it did not get from its module; the message has their FQNs. If an initialiser replaces a
             parameter by one of another shape.
     """
-    # These promises are tested by
-    # tests/core/api/test_materialize.py::test_every_initialiser_gives_the_values_of_one_process
-    # tests/core/api/test_materialize.py::test_models_of_transformers_get_the_values_of_one_process
     slots = [slot for slot in _slots(module) if slot.tensor().is_meta]
     if not slots:
         return
@@ -96,11 +91,14 @@ def allocate(
     def replaced(tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(tensor, device=home_of(tensor)) if choose(tensor) else tensor
 
-    ties = _plain_ties(module, choose)
+    ties: dict[int, list[_Slot]] = {}
+    for slot in _slots(module):
+        if not isinstance(tensor := slot.tensor(), DTensor) and choose(tensor):  # DTensors keep their identity
+            ties.setdefault(id(tensor), []).append(slot)
     apply_to_tensors(module, replaced)
-    for tie in ties:
-        for slot in tie[1:]:
-            setattr(slot.owner, slot.name, tie[0].tensor())
+    for first, *others in ties.values():
+        for slot in others:
+            setattr(slot.owner, slot.name, first.tensor())
 
 
 def homes(module: nn.Module, device: torch.device | str | None = None) -> Callable[[torch.Tensor], torch.device | str]:
@@ -125,7 +123,6 @@ class _Slot:
     fqn: str
     owner: nn.Module
     name: str
-    kind: str
 
     def tensor(self) -> torch.Tensor:
         tensor: torch.Tensor = getattr(self.owner, self.name)
@@ -133,21 +130,10 @@ class _Slot:
 
 
 def _slots(module: nn.Module) -> Iterator[_Slot]:
-    for prefix, submodule in module.named_modules():
-        start = f"{prefix}." if prefix else ""
-        for name, _ in submodule.named_parameters(recurse=False, remove_duplicate=False):
-            yield _Slot(start + name, submodule, name, "parameter")
-        for name, _ in submodule.named_buffers(recurse=False, remove_duplicate=False):
-            yield _Slot(start + name, submodule, name, "buffer")
-
-
-def _plain_ties(module: nn.Module, choose: Callable[[torch.Tensor], bool]) -> list[list[_Slot]]:
-    """Slots that share one plain tensor. DTensors stay tied without help: they keep their identity when replaced."""
-    by_tensor: dict[int, list[_Slot]] = {}
-    for slot in _slots(module):
-        if not isinstance(slot.tensor(), DTensor) and choose(slot.tensor()):
-            by_tensor.setdefault(id(slot.tensor()), []).append(slot)
-    return [slots for slots in by_tensor.values() if len(slots) > 1]
+    for prefix, owner in module.named_modules():
+        for name, tensor in (*owner._parameters.items(), *owner._buffers.items()):
+            if tensor is not None:
+                yield _Slot(f"{prefix}.{name}" if prefix else name, owner, name)
 
 
 def _bottom_up(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
@@ -223,7 +209,6 @@ class _WholeTensors:
 
 
 def _mark_for(dtype: torch.dtype) -> float | None:
-    """See Note [Marked memory]."""
     if dtype.itemsize == 1:
         return None
     return math.nan if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).max - 1234
@@ -263,7 +248,8 @@ def _report(left: list[_Slot], init: Callable[[nn.Module], object] | None) -> st
             reason = f"{owner} has no reset_parameters()"
         else:
             reason = f"reset_parameters() of {owner} did not write all of it"
-        lines.append(f"  {slot.fqn}: {slot.kind} of shape {tuple(slot.tensor().shape)}; {reason}")
+        kind = "parameter" if slot.name in slot.owner._parameters else "buffer"
+        lines.append(f"  {slot.fqn}: {kind} of shape {tuple(slot.tensor().shape)}; {reason}")
     return (
         f"tensors of the model are uninitialised memory after materialize() ({len(left)} of them):\n"
         + "\n".join(lines)

@@ -22,17 +22,11 @@ class DataParallelMesh:
     Attributes:
         mesh: 1-D, or 2-D with the replicate axis first.
         shard_axis: index of the axis that parameters are sharded over, None if they are only replicated.
-        replicate_axes: the axes that parameters are replicated over, in the order of the gradients' all-reduces; empty
-            for plain FSDP.
-        named: the axes named by `dp_mesh_dims`, of a mesh that may hold DTensor parameters as a whole; several of them
+        replicate_axes: those that they are replicated over, in the order of the gradients' all-reduces.
+        named: the axes named by `dp_mesh_dims` of the mesh `whole`, which may hold DTensor parameters; several of them
             may be flattened into one axis here.
-        whole: the mesh that `dp_mesh_dims` named these axes of.
         size: number of data-parallel ranks, over which gradients are averaged.
-        shard_size: number of ranks that hold a part of each parameter.
-        shard_rank: this rank's place on the shard axis.
-        shard_group: the process group that gathers and reduce-scatters, None if nothing is sharded.
-        replicate_groups: those that all-reduce results of the reduce-scatter, one for each replicate axis.
-        groups: all of these, shard group first.
+        groups: `shard_group`, if anything is sharded, and `replicate_groups`.
     """
 
     mesh: DeviceMesh

@@ -25,10 +25,10 @@ _on_shards: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 @dataclass(frozen=True)
 class _Held:
-    """The parameters of an optimizer at its last step, and their groups.
+    """The parameters of an optimizer at its last step, by identity, and their groups.
 
-    It stores identities, not parameters: parameters may reference the optimizer, in hooks that step in backward, and
-    keep it alive. `id()`s are reused, so everything is looked up again after `fully_shard` was called.
+    Parameters may reference the optimizer, in hooks that step in backward, and would keep it alive. `id()`s are reused,
+    so everything is looked up again after `fully_shard` was called.
     """
 
     identities: list[Any]  # of parameters; and whether they step in lists
@@ -80,32 +80,23 @@ def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     identities = [*lists, *map(id, held)]
     if known is None or known.identities != identities:
         groups = _find_groups(optimizer, held)
-        steps = _choose_plain(optimizer)
+        plain = plain_parameters(optimizer, all_shards=optimizer in _on_shards)
+        steps = plain_steps_of(optimizer, make=bool(plain))
+        if steps is not None:
+            steps.chosen = frozenset(map(id, plain))
         known = _held_by[optimizer] = _Held(identities, groups)
     _check_gradients(optimizer, known)
     if steps is not None and steps.chosen:
         steps.hook_innermost(optimizer)
 
 
-def _choose_plain(optimizer: torch.optim.Optimizer) -> PlainSteps | None:
-    plain = plain_parameters(optimizer, all_shards=optimizer in _on_shards)
-    steps = plain_steps_of(optimizer, make=bool(plain))
-    if steps is not None:
-        steps.chosen = frozenset(map(id, plain))
-    return steps
-
-
 def _check_gradients(optimizer: torch.optim.Optimizer, known: _Held) -> None:
     for reference in known.groups:
         if (group := reference()) is not None:
             pending = [param for param in group.check_step() if id(param.sharded_param) in known.identities]
-            if pending and not _makes_states(optimizer):
+            # `torch.distributed.checkpoint.state_dict` makes states by a step with an lr of 0.
+            if pending and any(one.get("lr") != 0 for one in optimizer.param_groups):
                 pending[0].refuse_pending("an optimizer steps")
-
-
-def _makes_states(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the step is one of `torch.distributed.checkpoint.state_dict`, which initialises states: all lr are 0."""
-    return all(group.get("lr") == 0 for group in optimizer.param_groups)
 
 
 def _find_groups(

@@ -32,17 +32,12 @@ def broadcast_replicas(module: nn.Module) -> None:
             for group in state.groups:
                 group.reshard()
                 group.schedule.context.wait_until_peers_have_read()
-    for parameter in module.parameters():
-        if isinstance(parameter, DTensor):
-            for process_group in groups_of_copies(parameter):
-                _broadcast(local_of(parameter), process_group, parameter.device_mesh.device_type)
-    for _, buffer, mesh in buffers_of_ranks(module):
-        for process_group in mesh.groups:
-            _broadcast(buffer, process_group, mesh.mesh.device_type)
-
-
-def _broadcast(tensor: torch.Tensor, group: dist.ProcessGroup, device_type: str) -> None:
-    on_wire = tensor.detach().to(device_type).contiguous()
-    dist.broadcast(on_wire, group=group, group_src=0)
-    if on_wire.data_ptr() != tensor.data_ptr():
-        tensor.detach().copy_(on_wire)
+    parameters = [one for one in module.parameters() if isinstance(one, DTensor)]
+    held = [(local_of(one), groups_of_copies(one), one.device_mesh.device_type) for one in parameters]
+    held += [(buffer, list(mesh.groups), mesh.mesh.device_type) for _, buffer, mesh in buffers_of_ranks(module)]
+    for tensor, groups, device_type in held:
+        for ranks in groups:
+            on_wire = tensor.detach().to(device_type).contiguous()
+            dist.broadcast(on_wire, group=ranks, group_src=0)
+            if on_wire.data_ptr() != tensor.data_ptr():
+                tensor.detach().copy_(on_wire)

@@ -1,10 +1,9 @@
 """Steps on plain shards of optimizers with 8-bit or 4-bit state: bitsandbytes' and torchao's.
 
-Their updates depend on one block of consecutive elements, whose values are quantised with one scale. On a shard the
-blocks start with the shard. torchao keeps values and scales in a tensor subclass of the parameter's shape, which cannot
-be cut inside a block; on our placements they are separate entries between the steps (`exp_avg.codes`, `exp_avg.scale`).
-bitsandbytes keeps the scales (`absmax1`, `absmax2`) in tensors of one number for each block. If no block crosses from
-one rank to the next, these are cut like the parameter and are DTensors between the steps, so checkpoints load them on
+A block of consecutive elements, which starts with the shard, has one scale. torchao keeps values and scales in a tensor
+subclass of the parameter's shape, which cannot be cut inside a block; on our placements they are separate entries
+between the steps (`exp_avg.codes`, `exp_avg.scale`). bitsandbytes keeps scales in `absmax1` and `absmax2`. Where no
+block crosses from one rank to the next, scales are cut like the parameter, as DTensors, and checkpoints load them on
 any number of ranks. Otherwise a checkpoint would silently mix them up, so those parameters are refused.
 """
 

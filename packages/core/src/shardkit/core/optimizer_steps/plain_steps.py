@@ -2,22 +2,20 @@
 
 Note [Steps on plain tensors]
 While an optimizer steps, its parameter groups and its state hold plain tensors over the memory of the DTensors that
-they hold otherwise. This serves two purposes. Optimizers that need whole matrices (Muon, Shampoo) run unmodified on
-`Owned`, with any operator: the owner sees the whole matrix, and all other ranks an empty tensor without a gradient,
-which they skip. And element-wise optimizers save the host time of DTensor operators, whose operands need planning for
-each parameter: an element's update depends on that element alone, and that of a block of elements in memory on the
-block, which begins where the shard does. Nothing is communicated. `supported.py` says which optimizers see which
-parameters as plain tensors.
+they hold otherwise. Optimizers that need whole matrices (Muon, Shampoo) so run unmodified on `Owned`: the owner sees
+the whole matrix, and other ranks an empty tensor without a gradient, which they skip. Element-wise optimizers save the
+host time of DTensor operators; an element's update depends on it alone, and that of a block on the block, which begins
+where the shard does. Nothing is communicated. `supported.py` says which optimizers see which parameters so.
 
 Between the steps, state of the parameter's own shape is a DTensor, so that checkpoints know its placement. Other state
 stays as the optimizer made it. Each step derives the plain state anew: nobody has to notice what users change or load.
 Only the plain parameters stay the same objects, because optimizers may know them by identity.
 
 torch's foreach and fused operators accept either plain tensors or DTensors of one mesh. So an element-wise optimizer of
-torch sees plain tensors for all of its DTensors if it sees one; otherwise one list would mix both kinds.
+torch sees plain tensors for all of its DTensors if it sees one.
 
-Schedulers, gradient scalers and state dicts see DTensors, and so do the user's step hooks: a hook that clips gradients
-would take the norm of a shard for that of all ranks. So our hooks are the innermost. A closure sees DTensors, too.
+Schedulers, gradient scalers, state dicts, closures and the user's step hooks see DTensors: a hook that clips gradients
+would take the norm of a shard for that of all ranks. So our hooks are the innermost.
 
 A step that raises runs no post-hook. The next step, state dict or forward of a root first restores everything.
 """

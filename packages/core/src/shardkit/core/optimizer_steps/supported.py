@@ -76,18 +76,12 @@ def steps_on_empty(optimizer: torch.optim.Optimizer, parameter: DTensor) -> bool
 
 def lacks_state_somewhere(optimizer: torch.optim.Optimizer) -> bool:
     """Whether some rank has no state for a parameter, because others hold all of it."""
-    return any(
-        isinstance(one, PlacedTensor) and not steps_on_empty(optimizer, one) and _is_empty_somewhere(optimizer, one)
-        for group in optimizer.param_groups
-        for one in group["params"]
-    )
-
-
-def _is_empty_somewhere(optimizer: torch.optim.Optimizer, parameter: PlacedTensor) -> bool:
-    if not _is_on(parameter, Owned) and not steps_by_block(optimizer):
-        return False
-    regions = regions_of_mesh("", parameter.shape, parameter.placements, parameter.device_mesh.mesh.shape)
-    return any(not region.numel for region in regions)
+    for one in (one for group in optimizer.param_groups for one in group["params"] if isinstance(one, PlacedTensor)):
+        if not steps_on_empty(optimizer, one) and (_is_on(one, Owned) or steps_by_block(optimizer)):
+            regions = regions_of_mesh("", one.shape, one.placements, one.device_mesh.mesh.shape)
+            if any(not region.numel for region in regions):
+                return True
+    return False
 
 
 def _is_on(parameter: PlacedTensor, placement: type[Owned | Blocks]) -> bool:

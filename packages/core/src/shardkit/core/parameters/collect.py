@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from shardkit.core.mesh import DataParallelMesh
 from shardkit.core.parameters.adapters import Holder, form_of
-from shardkit.core.parameters.ownership import OwnerPlan, owners_for
+from shardkit.core.parameters.ownership import owners_for
 from shardkit.core.parameters.param import FSDPParam, ParameterForm, Slot, sharded_counterpart
 from shardkit.core.parameters.placed import PlacedTensor
 from shardkit.core.parameters.placements import Blocks, Owned, is_ours
@@ -163,21 +163,17 @@ def place(
         one.placement = _placement_of(one, chosen)
         by_mesh.setdefault(mesh, []).append(one)
     for mesh, ones in by_mesh.items():
-        open_ones: list[tuple[ManagedParameter, OwnerPlan | None]] = []
-        for one in ones:
-            if not isinstance(one.placement, Owned):
-                continue
-            if one.placement.rank is None:
-                open_ones.append((one, getattr(one.placement, "plan", None)))
-            elif one.placement.rank >= mesh.shard_size:
+        owned = [(one, one.placement) for one in ones if isinstance(one.placement, Owned)]
+        open_ones = [(one, getattr(at, "plan", None)) for one, at in owned if at.rank is None]
+        owners = owners_for([(one.parameter, plan) for one, plan in open_ones], mesh) if open_ones else []
+        for (one, _), rank in zip(open_ones, owners, strict=True):
+            one.placement = Owned(rank)
+        for one, at in owned:
+            if at.rank is not None and at.rank >= mesh.shard_size:
                 raise ValueError(
-                    f"shard_placement_fn returned {one.placement} for parameter '{one.fqn}', but the shard group has "
+                    f"shard_placement_fn returned {at} for parameter '{one.fqn}', but the shard group has "
                     f"{mesh.shard_size} ranks; expected a rank of the group, in [0, {mesh.shard_size - 1}]"
                 )
-        if open_ones:
-            owners = owners_for([(one.parameter, plan) for one, plan in open_ones], mesh)
-            for (one, _), rank in zip(open_ones, owners, strict=True):
-                one.placement = Owned(rank)
         for one in ones:
             one.mesh, form = mesh if one.placement is not None else mesh.fully_replicated, None
             if isinstance(one.parameter, DTensor) or "spmd_types" in sys.modules:

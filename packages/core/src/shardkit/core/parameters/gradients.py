@@ -2,21 +2,16 @@
 
 Note [Three dtypes of a gradient]
 Autograd leaves an unsharded gradient in the dtype of the computation. It is *summed*, over backwards without gradient
-sync and over ranks, in `reduce_dtype`. If that is None, the installed torch's FSDP2 is the model: since 2.15 the
-parameter's `grad_dtype` decides, which is its own dtype unless it was set; before, the dtype of the computation. A sum
-is *delivered* in the sharded parameter's `grad_dtype`. A `grad_dtype` of None accepts any dtype.
-
-A gradient that is summed over axes of tensor parallelism first has the dtype of sums there too: autograd leaves it so.
+sync and over ranks (first over axes of tensor parallelism), in `reduce_dtype`. If that is None, the installed torch's
+FSDP2 is the model: since 2.15 the parameter's `grad_dtype` decides, by default its own dtype; before, the dtype of the
+computation. A sum is *delivered* in the sharded parameter's `grad_dtype`. A `grad_dtype` of None accepts any dtype.
 
 Note [Gradient hooks]
-Autograd runs the hooks of a leaf where it accumulates into it. It never reaches a sharded parameter, whose gradient is
-the sum over the ranks. The code that stores the sum therefore runs the hooks: those of `register_hook` on the sum
-before it is added, those of `register_post_accumulate_grad_hook` afterwards. They see DTensors, once for each
-reduction, even if it sums several backwards. Hooks registered on the original before `fully_shard` become hooks of the
-sharded parameter.
-
-An original that is still used in computation (in a list of weights, a view made in `__init__`, a closure) would receive
-the sharded parameter's gradient, and never change. It gets a hook that raises.
+Autograd never reaches a sharded parameter, so the code that stores the sum over ranks runs its hooks: those of
+`register_hook` on the sum before it is added, those of `register_post_accumulate_grad_hook` afterwards. They see
+DTensors, once for each reduction. Hooks on the original from before `fully_shard` become hooks of the sharded
+parameter. An original that is still used in computation (in a list of weights, a view made in `__init__`, a closure)
+would receive the sharded parameter's gradient, and never change. It gets a hook that raises.
 """
 
 from __future__ import annotations
@@ -75,10 +70,9 @@ class GradientDtype:
             (sharded.grad_dtype,) = self.chosen
 
     def prepare(self, unsharded: torch.Tensor, *, sums_elsewhere: bool) -> bool:
-        """Tells autograd to leave gradients in the dtype of sums on a new unsharded parameter.
+        """Tells autograd to leave gradients of a new unsharded parameter in the dtype of sums. Returns `may_defer`.
 
-        Returns whether they are wider than the computation. `sums_elsewhere`: whether they may be summed over axes that
-        are not data-parallel before.
+        `sums_elsewhere`: whether they may be summed over axes that are not data-parallel before.
         """
         sums = self.sums
         asked = GRAD_DTYPE_DECIDES or bool(self.chosen) or (sums_elsewhere and sums is not None)
@@ -139,14 +133,6 @@ def check_gradients(params: Iterable[Any]) -> None:
                 "values of this DTensor lie in its local tensor, so the new ones would be lost. Write in place, or "
                 "assign `parameter.grad = ...`, a DTensor like it"
             )
-
-
-def lost_summand(fqn: str, gradient: torch.Tensor, sharded: DTensor) -> RuntimeError:
-    """The error for a gradient that the user has assigned, to which a reduced one cannot be added."""
-    return RuntimeError(
-        f"parameter '{fqn}' was assigned a gradient with {getattr(gradient, 'placements', 'no placements')}, and a "
-        f"reduced one with {tuple(sharded.placements)} cannot be added to it; assign a DTensor like the parameter"
-    )
 
 
 def refuse_gradient(fqn: str, gradient: torch.Tensor) -> None:

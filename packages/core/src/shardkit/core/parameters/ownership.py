@@ -95,28 +95,20 @@ class OwnerPlan:
 
 
 def _weigh(parameter: torch.Tensor, cost: Cost) -> Weight:
-    return float(cost(parameter)), parameter.numel() * parameter.element_size()
+    return float(cost(parameter)), parameter.nbytes
 
 
 class PlannedPlacements:
-    """A `shard_placement_fn` with a plan of owners for a whole model; `plan_owners` returns it.
-
-    Attributes:
-        plan: the owners; `plan.imbalance(world_size)` says how even they are.
-    """
+    """A `shard_placement_fn` with a plan of owners for a whole model; `plan.imbalance(world_size)` says how even."""
 
     def __init__(self, model: nn.Module, choose: Callable[[nn.Parameter], Placement | None], cost: Cost) -> None:
         self._choose = choose
-        chosen = ((name, one, choose(one)) for name, one in model.named_parameters() if one.ndim)
-        owned = [(name, one) for name, one, at in chosen if isinstance(at, Owned) and at.rank is None]
-        self.plan = OwnerPlan(owned, cost)
+        named = [(name, one) for name, one in model.named_parameters() if one.ndim]
+        self.plan = OwnerPlan([(name, one) for name, one in named if choose(one) == Owned()], cost)
 
     def __call__(self, parameter: nn.Parameter) -> Placement | None:
-        """The placement of one parameter."""
         placement = self._choose(parameter)
-        if isinstance(placement, Owned) and placement.rank is None:
-            return Owned(plan=self.plan)
-        return placement
+        return Owned(plan=self.plan) if placement == Owned() else placement
 
 
 def _owned_matrix(parameter: nn.Parameter) -> Placement | None:

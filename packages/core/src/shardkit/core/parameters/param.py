@@ -44,7 +44,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardkit.core import events
 from shardkit.core.mesh import DataParallelMesh
-from shardkit.core.parameters.gradients import MARK, GradientDtype, hooked, lost_summand, refuse_gradient
+from shardkit.core.parameters.gradients import MARK, GradientDtype, hooked, refuse_gradient
 from shardkit.core.parameters.placed import ReplicatedGradient
 from shardkit.core.parameters.placements import layout_for, shard_of
 from shardkit.core.parameters.subclass_gather import HOOK, SubclassGather
@@ -130,7 +130,6 @@ class ParameterForm:
     sums_elsewhere: bool = False
 
     def sharded(self, shard: torch.Tensor) -> DTensor:
-        """The sharded parameter, over the memory of a shard."""
         return new_dtensor(shard, self.mesh, self.placements, self.shape, kind=self.kind)
 
     def local(self, tensor: torch.Tensor, /) -> torch.Tensor:
@@ -167,7 +166,6 @@ class Slot:
         return Slot(weakref.ref(module), name, plain)
 
     def get(self) -> nn.Parameter | None:
-        """The parameter that is registered now, None if the module is gone or holds none."""
         module = self.module()
         return None if module is None else module._parameters.get(self.name)
 
@@ -615,7 +613,11 @@ class FSDPParam:
             made.__dict__[MARK] = made.untyped_storage().__dict__[MARK] = id(made)
             sharded.grad = made
         elif not lies_like(existing, sharded):
-            raise lost_summand(self.fqn, existing, sharded)
+            at = getattr(existing, "placements", "no placements")
+            raise RuntimeError(
+                f"parameter '{self.fqn}' was assigned a gradient with {at}, and a reduced one with "
+                f"{tuple(sharded.placements)} cannot be added to it; assign a DTensor like the parameter"
+            )
         else:
             local_of(existing).add_(gradient)
         for hook in post_accumulate_grad_hooks(sharded) if with_hooks else ():
@@ -623,7 +625,6 @@ class FSDPParam:
         return with_hooks
 
     def zero_grad(self, set_to_none: bool) -> None:
-        """Drops gradients that have yet to be reduced, and resets the sharded one."""
         self.forget_gradients()
         if set_to_none:
             self.sharded_param.grad = None

@@ -90,31 +90,17 @@ class PlacedTensor(DTensor):
         return _Whole.apply(self)  # type: ignore[no-any-return, no-untyped-call]
 
     def redistribute(
-        self,
-        device_mesh: DeviceMesh | None = None,
-        placements: Sequence[Placement] | None = None,
-        *,
-        async_op: bool = False,
-        forward_dtype: torch.dtype | None = None,
-        backward_dtype: torch.dtype | None = None,
+        self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None, **_: Any
     ) -> DTensor:
-        """Converts to a DTensor with torch's placements. Collective; carries no gradient.
-
-        Raises:
-            ValueError: for another mesh, or for a placement that torch does not know.
-        """
+        """Converts to a DTensor with torch's placements on the same mesh. Collective; carries no gradient."""
+        mesh = self.device_mesh if device_mesh is None else device_mesh
         wanted = tuple(self.placements if placements is None else placements)
-        if device_mesh is not None and device_mesh != self.device_mesh:
-            raise ValueError(
-                f"{self._described()} cannot be redistributed to another mesh, {device_mesh}; "
-                "save a checkpoint and load it into a model on that mesh"
-            )
-        if wanted == tuple(self.placements):
+        if mesh == self.device_mesh and wanted == tuple(self.placements):
             return self
-        if any(is_ours(one) for one in wanted):
+        if mesh != self.device_mesh or any(is_ours(one) for one in wanted):
             raise ValueError(
-                f"{self._described()} cannot be redistributed to {wanted}; shard the model again, or save a checkpoint "
-                "and load it into a model with the other placements"
+                f"{self._described()} cannot be redistributed to {wanted} on {mesh}; shard the model again, or save a "
+                "checkpoint and load it into a model with these placements"
             )
         return self._gathered().redistribute(placements=wanted)
 

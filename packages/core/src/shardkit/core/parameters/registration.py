@@ -4,15 +4,13 @@ Note [One sweep]
 A user assigns parameters to modules, loads a state dict with `assign=True`, casts or moves the model, replaces the data
 of a tensor, or writes to a parameter that is unsharded. One sweep finds all of it (`FSDPParamGroup.sweep`): over the
 groups of a forward's modules when the outermost forward begins, over a module's own groups in its `unshard()`, and over
-those that were cast, moved or loaded. Shards that fit the parameter are taken over. Anything else is an error
-with the FQN and a remedy. Gathers check nothing of this: what the user does while a forward runs, the next one finds.
-The one exception are writes that a DTensor counts, to a shard whose group is gathered for later use in that forward.
+those that were cast, moved or loaded. Shards that fit are taken over; anything else is an error. Gathers check nothing
+of this, but for writes that a DTensor counts, to a shard whose group is gathered for later use in that forward.
 
 Note [Writes that would be lost]
 `tensor.data = other` puts other storage under a tensor. A DTensor keeps its values in its local tensor, which does not
-change, and an unsharded parameter is gathered into its original storage. Either way the write is lost, or the parameter
-keeps computing with it. The storage of a DTensor has no memory, but an identity, which is remembered (`origin`), or
-marked, for gradients. A write that is undone before anybody looks, such as a temporary swap of weights, does no harm.
+change, and an unsharded parameter is gathered into its original storage, so the write is lost. The storage of a DTensor
+has no memory, but an identity, which is remembered (`origin`), or marked, for gradients.
 """
 
 from __future__ import annotations
@@ -113,12 +111,11 @@ def changed(params: Iterable[FSDPParam]) -> list[FSDPParam]:
 
 
 def _was_written_to(param: FSDPParam, unsharded: nn.Parameter) -> bool:
-    """Whether the user has written to the unsharded parameter; hooks of a subclass are allowed to.
+    """Whether the user has written to the unsharded parameter: nothing of ours bumps its version counter.
 
-    Nothing of ours bumps its version counter: param.py, Note [Storage that comes and goes]. A DTensor (tensor
-    parallelism) ignores `.data =`, as in stock.
+    A DTensor (tensor parallelism) ignores `.data =`, as in stock.
     """
-    if param.subclass is not None:
+    if param.subclass is not None:  # its hooks are allowed to
         return False
     if not param.aliased and versions_of([unsharded])[0]:
         return True
@@ -201,16 +198,13 @@ def _check_replacement(param: FSDPParam, parameter: torch.Tensor) -> None:
             f"DTensor with placements {tuple(old.placements)}. To load a full state dict use "
             "shardkit.core.load_full_state_dict; give torch.func.functional_call DTensors like state_dict()'s"
         )
-    if parameter.shape != shape or tuple(parameter.placements) != tuple(old.placements):
+    mesh, expected = parameter.device_mesh, old.device_mesh
+    alike = parameter.shape == shape and tuple(parameter.placements) == tuple(old.placements)
+    if not alike or (mesh is not expected and not torch.equal(mesh.mesh, expected.mesh)):
         raise ValueError(
             f"parameter '{fqn}' was replaced by a DTensor of shape {tuple(parameter.shape)} with placements "
-            f"{tuple(parameter.placements)}; expected shape {tuple(shape)} with {tuple(old.placements)}"
-        )
-    seen, expected = parameter.device_mesh, old.device_mesh
-    if seen is not expected and not torch.equal(seen.mesh, expected.mesh):
-        raise ValueError(
-            f"parameter '{fqn}' was replaced by a DTensor on {seen}; expected {expected}: the same placements "
-            "on other ranks, or ranks in another order, stand for other rows. Make it like that of state_dict()"
+            f"{tuple(parameter.placements)} on {mesh}; expected shape {tuple(shape)} with {tuple(old.placements)} on "
+            f"{expected}, with the same ranks in the same order. Make it like that of state_dict()"
         )
     if not isinstance(parameter, nn.Parameter) and parameter.requires_grad:
         raise ValueError(
