@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# `hatch run test-all`: every test, and a part of the campaigns. Runs every part, and fails if one has failed.
+# `hatch run test-all`: every test, and some random programs. Runs every part, and fails if one has failed.
 # Arguments go to pytest in the first part.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -13,7 +13,6 @@ part() {
 part pytest "$@"
 part hatch run trainers:test-all
 part python -m tests.core.random_programs --count 200
-part python -m tests.faults.campaign --each 10
 
 if ((${#failed[@]})); then
   printf 'failed: %s\n' "${failed[@]}" >&2

@@ -9,9 +9,9 @@ from typing import Any
 
 from hypothesis import HealthCheck, settings
 
-_FACTOR = float(os.environ.get("SHARDKIT_FUZZ", "1"))
+FACTOR = float(os.environ.get("SHARDKIT_FUZZ", "1"))
 fuzzed = settings(
-    max_examples=int(150 * _FACTOR), database=None, derandomize=_FACTOR == 1, suppress_health_check=list(HealthCheck)
+    max_examples=int(150 * FACTOR), database=None, derandomize=FACTOR == 1, suppress_health_check=list(HealthCheck)
 )
 
 
