@@ -2,10 +2,9 @@
 
     python benchmarks/weights.py                          on one host, then over a shaped link (which needs root)
 
-benchmarks/METHOD.md has the ways. They take turns, pass by pass, in processes of their own. A time runs from the call
-on the trainers until the last receiver has the version; the first round of a pass, which plans and connects, does not
-count. "stands still" is the time until the trainers may change their weights. Memory that two processes share counts in
-both.
+benchmarks/METHOD.md has the ways. They take turns, in processes of their own. A time runs from the call on the
+trainers until the last receiver has the version; the first round, which plans and connects, does not count. "stands
+still" is the time until the trainers may change their weights. Memory that two processes share counts in both.
 """
 
 from __future__ import annotations
@@ -246,31 +245,21 @@ def measured(case: Case) -> list[Seen]:
     return seen
 
 
-class Row:
-    """One way over one link to so many receivers, in all passes."""
+def facts_of(seen: list[Seen]) -> dict[str, Any]:
+    """Seconds of the slowest process in each round, bytes by trainer, bytes of memory of the fullest processes."""
+    senders, receivers = seen[:SENDERS], seen[SENDERS:]
 
-    def __init__(self) -> None:
-        self.passes: list[list[Seen]] = []
+    def slowest(values: Callable[[Seen], list[float]], processes: list[Seen]) -> list[float]:
+        return [round(max(seconds), 4) for seconds in zip(*map(values, processes), strict=True)]
 
-    def facts(self) -> dict[str, Any]:
-        """Seconds of the slowest process, bytes by trainer, bytes of memory of the fullest processes."""
-
-        def slowest(values: Callable[[Seen], list[float]], processes: slice) -> list[float]:
-            rounds = [zip(*map(values, one[processes]), strict=True) for one in self.passes]
-            return [round(max(seconds), 4) for one in rounds for seconds in one]
-
-        def fullest(processes: slice) -> int:
-            return max(one.memory for found in self.passes for one in found[processes])
-
-        senders, receivers = slice(SENDERS), slice(SENDERS, None)
-        return {
-            "whole": slowest(lambda one: one.whole, slice(None)),
-            "still": slowest(lambda one: one.still, senders),
-            "copy": [round(max(one.copy for one in found[senders]), 4) for found in self.passes],
-            "sent": [one.nbytes for one in self.passes[-1][senders]],
-            "sender_memory": fullest(senders),
-            "receiver_memory": fullest(receivers),
-        }
+    return {
+        "whole": slowest(lambda one: one.whole, seen),
+        "still": slowest(lambda one: one.still, senders),
+        "copy": round(max(one.copy for one in senders), 4),
+        "sent": [one.nbytes for one in senders],
+        "sender_memory": max(one.memory for one in senders),
+        "receiver_memory": max(one.memory for one in receivers),
+    }
 
 
 def table(rows: dict[tuple[str, int, str], dict[str, Any]]) -> Iterator[str]:
@@ -286,18 +275,11 @@ def table(rows: dict[tuple[str, int, str], dict[str, Any]]) -> Iterator[str]:
         sent = " + ".join(f"{nbytes / 1e6:.1f}" for nbytes in one["sent"])
         memory = f"{one['sender_memory'] >> 20} | {one['receiver_memory'] >> 20}"
         times = f"{whole:.3f} [{min(one['whole']):.3f}-{max(one['whole']):.3f}]"
-        still, copy = (f"{statistics.median(one[key]):.3f}" for key in ("still", "copy"))
-        yield f"| {link} | {receivers} | {way} | {times} | {ratio} | {still} | {copy} | {sent} | {memory} |"
+        still = f"{statistics.median(one['still']):.3f} | {one['copy']:.3f}"
+        yield f"| {link} | {receivers} | {way} | {times} | {ratio} | {still} | {sent} | {memory} |"
 
 
-def save(path: Path, facts: dict[str, Any], rows: dict[tuple[str, int, str], Row]) -> None:
-    every = [{"link": link, "receivers": count, "way": way, **one.facts()} for (link, count, way), one in rows.items()]
-    path.write_text(json.dumps({**facts, "rows": every}, indent=1) + "\n")
-
-
-def one_pass(
-    link: str, options: argparse.Namespace, facts: dict[str, Any], rows: dict[tuple[str, int, str], Row]
-) -> None:
+def over(link: str, options: argparse.Namespace) -> Iterator[tuple[tuple[str, int, str], dict[str, Any]]]:
     """Runs all ways over a link, one after the other. Raises NoLink if it cannot be made here."""
     with contextlib.ExitStack() as stack:
         sides = None if link == "none" else stack.enter_context(shaped_link(link))
@@ -310,10 +292,8 @@ def one_pass(
                 port = min(free.getsockname()[1], 65000)
             with tempfile.TemporaryDirectory() as directory:
                 case = Case(way, receivers, options.width, options.rounds, host, port, sides, directory)
-                rows.setdefault((link, receivers, way), Row()).passes.append(measured(case))
+                yield (link, receivers, way), facts_of(measured(case))
             print(f"{link}, {receivers} receivers, {way}: measured", file=sys.stderr)
-            if options.json is not None:  # each time, in case that this is stopped
-                save(options.json, facts, rows)
 
 
 def main() -> None:
@@ -322,21 +302,22 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     parser.add_argument("--links", nargs="+", choices=("none", *RATES), default=("none", "1gbit"))
     parser.add_argument("--width", type=int, default=768, help="of the model; 768 makes 98 M parameters")
-    parser.add_argument("--passes", type=int, default=3, help="how often all ways take a turn")
-    parser.add_argument("--rounds", type=int, default=3, help="versions in a turn that are timed")
+    parser.add_argument("--rounds", type=int, default=3, help="versions that are timed")
     parser.add_argument("--json", type=Path, help="write everything here as well")
     options = parser.parse_args()
     facts = surroundings("cpu", "adamw", None)
     del facts["optimizer"], facts["link"]
-    rows: dict[tuple[str, int, str], Row] = {}
-    for _ in range(options.passes):
-        for link in options.links:
-            try:
-                one_pass(link, options, facts, rows)
-            except NoLink as error:
-                print(error, file=sys.stderr)
-    for line in table({row: one.facts() for row, one in rows.items()}):
+    rows: dict[tuple[str, int, str], dict[str, Any]] = {}
+    for link in options.links:
+        try:
+            rows |= over(link, options)
+        except NoLink as error:
+            print(error, file=sys.stderr)
+    for line in table(rows):
         print(line)
+    if options.json is not None:
+        every = [{"link": link, "receivers": count, "way": way, **one} for (link, count, way), one in rows.items()]
+        options.json.write_text(json.dumps({**facts, "rows": every}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

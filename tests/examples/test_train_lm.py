@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -233,31 +232,6 @@ def test_tensor_parallelism_changes_nothing(finished: Path, broken_off: Path, te
             torch.testing.assert_close(seen[name], expected[name], rtol=1e-3, atol=1e-4, msg=name)
 
 
-def test_an_error_on_one_rank_ends_all_and_is_printed_once(tmp_path) -> None:
-    script = tmp_path / "one_rank_fails.py"
-    script.write_text(
-        textwrap.dedent(f"""
-        import sys
-        sys.path.insert(0, {str(EXAMPLE)!r})
-        import torch.distributed as dist
-        from errors import UserError
-        from processes import failing_together, process_group
-
-        with process_group():
-            with failing_together():
-                if dist.get_rank() == 1:
-                    raise UserError("no such text\\non this machine")
-            dist.barrier()
-        """)
-    )
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
-    command = [*torchrun, "--nproc-per-node=2", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode != 0
-    assert done.stderr.count("train_lm: error: no such text on this machine\n") == 1
-    assert "exitcode  : 2" in done.stderr and "exitcode  : 1" not in done.stderr
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -287,12 +261,6 @@ def test_bad_input_is_one_line_and_exit_code_2(
     error = capsys.readouterr().err
     assert error.startswith("train_lm: error: ") and error.count("\n") == 1
     assert message.format(tmp=tmp_path) in error
-
-
-@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="needs a file that even root cannot read")
-def test_an_unreadable_file(launcher: Callable[[list[str]], int], capsys) -> None:
-    assert launcher(["--data", "/proc/self/mem"]) == 2
-    assert "train_lm: error: --data /proc/self/mem: cannot be read: " in capsys.readouterr().err
 
 
 def test_a_checkpoint_of_another_model(

@@ -168,14 +168,14 @@ def test_errors_of_the_constructor(rank: int, world_size: int) -> None:
     names = OURS.api
     hybrid = names.ShardingStrategy.HYBRID_SHARD
     mesh = init_device_mesh("cpu", (2,))
-    with pytest.raises(ValueError, match="pass one of them"):
-        names.FSDP(nn.Linear(2, 2), process_group=dist.group.WORLD, device_mesh=mesh)
-    with pytest.raises(ValueError, match="needs process_group"):
-        names.FSDP(nn.Linear(2, 2), sharding_strategy=hybrid)
-    with pytest.raises(ValueError, match="2-D"):
-        names.FSDP(nn.Linear(2, 2), sharding_strategy=hybrid, device_mesh=mesh)
-    with pytest.raises(ValueError, match="shard group, replicate group"):
-        names.FSDP(nn.Linear(2, 2), sharding_strategy=hybrid, process_group=dist.group.WORLD)
+    for message, arguments in (
+        ("pass one of them", {"process_group": dist.group.WORLD, "device_mesh": mesh}),
+        ("needs process_group", {"sharding_strategy": hybrid}),
+        ("2-D", {"sharding_strategy": hybrid, "device_mesh": mesh}),
+        ("shard group, replicate group", {"sharding_strategy": hybrid, "process_group": dist.group.WORLD}),
+    ):
+        with pytest.raises(ValueError, match=message):
+            names.FSDP(nn.Linear(2, 2), **arguments)
     with pytest.raises(TypeError, match="wraps a module"):
         names.FSDP([nn.Linear(2, 2)])
     half = nn.Linear(2, 2)

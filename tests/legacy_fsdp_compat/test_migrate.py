@@ -296,27 +296,38 @@ def copied(written: Any, tmp_path) -> Path:
     return tmp_path / "copy"
 
 
-def test_a_missing_rank(copied: Path):
-    (copied / "SHARDED" / "checkpoint-rank1.pt").unlink()
-    with pytest.raises(CheckpointError, match=r"ranks \[0, 1\], but there is no file of rank 1"):
-        open_checkpoint(copied / "SHARDED")
-    (copied / "SHARDED-DCP" / "__1_0.distcp").unlink()
-    with pytest.raises(CheckpointError, match=r"__1_0.distcp does not exist"):
-        open_checkpoint(copied / "SHARDED-DCP")
+class Evil:
+    def __reduce__(self) -> Any:
+        return print, ("ran",)
 
 
-def test_a_rank_twice(copied: Path):
-    shutil.copy(copied / "LOCAL" / "checkpoint-rank1.pt", copied / "LOCAL" / "checkpoint-rank7.pt")
-    with pytest.raises(CheckpointError, match="both of rank 1"):
-        open_checkpoint(copied / "LOCAL", shapes_of_file(copied / "shapes.pt"))
-
-
-@pytest.mark.parametrize("kind", ["FULL/checkpoint.pt", "SHARDED/checkpoint-rank1.pt", "SHARDED-DCP/__1_0.distcp"])
-def test_a_truncated_file(copied: Path, kind: str):
-    path = copied / kind
+def halve(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    with pytest.raises(CheckpointError, match=path.name):
-        open_checkpoint(path.parent)
+
+
+DAMAGES: list[tuple[str, Callable[[Path], Any], str]] = [
+    ("SHARDED/checkpoint-rank1.pt", Path.unlink, r"ranks \[0, 1\], but there is no file of rank 1"),
+    ("SHARDED-DCP/__1_0.distcp", Path.unlink, r"__1_0.distcp does not exist"),
+    ("LOCAL/checkpoint-rank1.pt", lambda path: shutil.copy(path, path.with_name("rank7.pt")), "both of rank 1"),
+    ("FULL/checkpoint.pt", halve, "checkpoint.pt"),
+    ("SHARDED/checkpoint-rank1.pt", halve, "checkpoint-rank1.pt"),
+    ("SHARDED-DCP/__1_0.distcp", halve, "__1_0.distcp"),
+    (
+        "FULL/checkpoint.pt",
+        lambda path: torch.save({"a": Evil()}, path),
+        r"checkpoint.pt holds more than tensors.*print",
+    ),
+    ("SHARDED-DCP/.metadata", lambda path: path.write_bytes(pickle.dumps(Evil())), "builtins.print is not allowed"),
+]
+
+
+@pytest.mark.parametrize(("name", "damage", "message"), DAMAGES)
+def test_damaged_sources_are_named_and_run_nothing(copied: Path, name: str, damage: Any, message: str, capsys):
+    damage(copied / name)
+    shapes = shapes_of_file(copied / "shapes.pt") if "LOCAL" in name else None
+    with pytest.raises(CheckpointError, match=message):
+        open_checkpoint((copied / name).parent, shapes)
+    assert "ran" not in capsys.readouterr().out
 
 
 def test_files_of_different_steps(tmp_path):
@@ -380,22 +391,6 @@ def test_numbers_that_tell_nothing_are_refused(tmp_path):
     shapes = shapes_of(build())
     with pytest.raises(CheckpointError, match=r"in 2 groups.*optim_state_dict, which writes names"):
         open_checkpoint(tmp_path, shapes)
-
-
-class Evil:
-    def __reduce__(self) -> Any:
-        return print, ("ran",)
-
-
-def test_code_in_pickles_is_refused(copied: Path, capsys):
-    path = copied / "FULL" / "checkpoint.pt"
-    torch.save({"model": {"w": torch.ones(1)}, "extra": Evil()}, path)
-    with pytest.raises(CheckpointError, match=r"checkpoint.pt holds more than tensors.*print"):
-        open_checkpoint(path)
-    (copied / "SHARDED-DCP" / ".metadata").write_bytes(pickle.dumps(Evil()))
-    with pytest.raises(CheckpointError, match=r"builtins.print is not allowed"):
-        open_checkpoint(copied / "SHARDED-DCP")
-    assert "ran" not in capsys.readouterr().out
 
 
 # -- into rank files ---------------------------------------------------------------------------------------------------

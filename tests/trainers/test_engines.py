@@ -24,8 +24,8 @@ CASES = {
     "lightning": ["Trainer", "resumed", "Fabric"],
     "transformers": ["native", "FSDP2", "resumed"],
     "trl": ["SFT with LoRA", "SFT", "DPO with LoRA"],
-    # Low-bit optimizers (torchao), 4-bit weights under LoRA (bitsandbytes, PEFT) and torchft's all-reduce hook.
-    "tensors": ["AdamW8bit", "AdamW4bit", "AdamWFp8", "all-reduce hook", "QLoRA"],
+    # Low-bit optimizers (torchao), and 4-bit weights under LoRA (bitsandbytes, PEFT).
+    "tensors": ["AdamW8bit", "AdamW4bit", "AdamWFp8", "QLoRA"],
 }
 
 
@@ -72,16 +72,6 @@ def test_checkpoints_of_experts_load_across():
         assert_equal(seen, expected)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("part", ["", ", resumed"])
-@pytest.mark.parametrize("case", ["experts over 2", "experts over 4"])
-def test_experts_of_transformers_on_four_ranks_differ_in_rounding_alone(case: str, part: str):
-    """Sums of four gradients are not added in the order of stock's reduce-scatter."""
-    stock, shardkit = (results("transformers_experts", engine, 4)[case + part] for engine in ("stock", "shardkit"))
-    assert_engines(stock.pop("runs"), shardkit.pop("runs"))
-    torch.testing.assert_close(shardkit, stock, rtol=1e-4, atol=1e-6)
-
-
 EXPERTS = ["1 replicas, experts over 2", "1 replicas, experts over 4", "2 replicas, experts over 2"]
 
 
@@ -92,14 +82,6 @@ def test_torchtitan_is_same_as_stock_on_four_ranks():
 @pytest.mark.slow
 def test_torchtitan_is_same_as_stock():
     assert_same("torchtitan", "one axis")
-
-
-@pytest.mark.slow
-def test_torchtitan_on_four_shards_differs_in_rounding_alone():
-    """Sums of four gradients are not added in the order of stock's reduce-scatter."""
-    stock, shardkit = (results("torchtitan", engine, 4)["one axis"] for engine in ("stock", "shardkit"))
-    assert_engines(stock.pop("runs"), shardkit.pop("runs"))
-    torch.testing.assert_close(shardkit, stock, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.slow

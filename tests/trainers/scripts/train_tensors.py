@@ -1,4 +1,4 @@
-"""Sharding beyond plain parameters: torchao's low-bit optimizers, bitsandbytes' 4-bit weights, torchft's hook."""
+"""Sharding beyond plain parameters: torchao's low-bit optimizers and bitsandbytes' 4-bit weights."""
 
 import os
 
@@ -7,7 +7,6 @@ os.environ["TORCHDYNAMO_DISABLE"] = "1"  # torchao compiles each step for minute
 import torch
 import torch.distributed as dist
 from recording import Recording, arguments, shard_llama, tiny_llama, tokens
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 
@@ -57,21 +56,10 @@ def qlora(recording: Recording) -> None:
     recording.end(torch.nn.Module())
 
 
-def torchft_hook(recording: Recording) -> None:
-    """Torchft averages over replicas in an all-reduce hook of its own; here the hook halves its argument."""
-    recording.begin("all-reduce hook")
-    model = shard_llama(tiny_llama(), init_device_mesh("cpu", (dist.get_world_size(),)))
-    for module in (model, *model.model.layers):
-        module.set_all_reduce_hook(lambda gradient: gradient.mul_(0.5))
-    train(recording, model, torch.optim.SGD(model.parameters(), lr=0.1))
-    recording.end(model)
-
-
 def main() -> None:
     options, recording = arguments(), Recording()
     dist.init_process_group("gloo")
     low_bit(recording)
-    torchft_hook(recording)
     qlora(recording)
     recording.save(options.out)
 

@@ -1,19 +1,15 @@
 """transformers' own expert parallelism (DistributedConfig(ep_size=...)) with its FSDP2."""
 
-import os
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from recording import Recording, arguments, sharded_modules, tokens
+from recording import Recording, arguments, resumptions, sharded_modules, tokens
 from transformers import MixtralConfig, MixtralForCausalLM
 from transformers.distributed import DistributedConfig
 from transformers.distributed.checkpoint import load_optimizer_distributed, save_optimizer_distributed
 
-CASES = {
-    2: {"experts over 2": {"fsdp_size": 2, "ep_size": 2}},
-    4: {"experts over 2": {"fsdp_size": 4, "ep_size": 2}, "experts over 4": {"fsdp_size": 4, "ep_size": 4}},
-}
+CASE, SIZES = "experts over 2", {"fsdp_size": 2, "ep_size": 2}
 
 
 def mixtral() -> MixtralForCausalLM:
@@ -33,10 +29,10 @@ def save(directory: Path, model, optimizer) -> None:
     save_optimizer_distributed(model, optimizer, str(directory / "optimizer"))
 
 
-def go_on(recording: Recording, directory: Path, sizes: dict) -> None:
+def go_on(recording: Recording, directory: Path) -> None:
     """Notes the loaded weights, and one step more."""
     for way in ("whole", "shards"):
-        model = MixtralForCausalLM.from_pretrained(directory / way, distributed_config=DistributedConfig(**sizes))
+        model = MixtralForCausalLM.from_pretrained(directory / way, distributed_config=DistributedConfig(**SIZES))
         for name, value in model.state_dict().items():
             recording.note(f"{way} {name}", value)
     optimizer = adamw(model)
@@ -44,7 +40,7 @@ def go_on(recording: Recording, directory: Path, sizes: dict) -> None:
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state[parameter].items():
             recording.note(f"{key} {name}", value)
-    train_one(recording, model, optimizer, 3, sizes)
+    train_one(recording, model, optimizer, 3)
     recording.end(model)
 
 
@@ -52,8 +48,8 @@ def adamw(model) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)  # foreach takes one mesh for all
 
 
-def train_one(recording: Recording, model, optimizer, step: int, sizes: dict) -> None:
-    batch = tokens(step, dist.get_rank() // sizes.get("tp_size", 1))
+def train_one(recording: Recording, model, optimizer, step: int) -> None:
+    batch = tokens(step, dist.get_rank())
 
     def backward(loss: torch.Tensor) -> None:
         loss.backward()
@@ -70,22 +66,18 @@ def main() -> None:
     if dist.get_rank() == 0 and not options.only_across:
         mixtral().save_pretrained(start)
     dist.barrier()
-    for case, sizes in CASES[int(os.environ["WORLD_SIZE"])].items():
-        place = case.replace(" ", "-")
-        if not options.only_across:
-            recording.begin(case)
-            model = MixtralForCausalLM.from_pretrained(start, distributed_config=DistributedConfig(**sizes))
-            recording.note("sharded modules", sharded_modules(model))
-            optimizer = adamw(model)
-            for step in range(3):
-                train_one(recording, model, optimizer, step, sizes)
-            save(options.own / place, model, optimizer)
-            recording.end(model)
-            recording.begin(f"{case}, resumed")
-            go_on(recording, options.own / place, sizes)
-        if options.other is not None:
-            recording.begin(f"{case}, across")
-            go_on(recording, options.other / place, sizes)
+    if not options.only_across:
+        recording.begin(CASE)
+        model = MixtralForCausalLM.from_pretrained(start, distributed_config=DistributedConfig(**SIZES))
+        recording.note("sharded modules", sharded_modules(model))
+        optimizer = adamw(model)
+        for step in range(3):
+            train_one(recording, model, optimizer, step)
+        save(options.own, model, optimizer)
+        recording.end(model)
+    for case, place in resumptions(options).items():
+        recording.begin(f"{CASE}, {case}")
+        go_on(recording, place)
     recording.save(options.out)
 
 
