@@ -15,7 +15,7 @@ from shardkit.core import torch_compat
 from shardkit.core.policies import AllGather, CompressionPolicy, ReduceScatter
 from shardkit.core.runtime.collective import C10dTransport, CustomTransport
 from shardkit.core.runtime.compressed.transport import CompressedTransport
-from shardkit.core.runtime.memory import RegisteredMemory, require_memory
+from shardkit.core.runtime.memory import registered_pool, require_memory
 from shardkit.core.runtime.plan import Transport
 from shardkit.core.runtime.shared.meeting import neighbours_of
 from shardkit.core.runtime.shared.transport import SharedTransport
@@ -122,7 +122,7 @@ def transport_for(group: dist.ProcessGroup, device: torch.device, registered: bo
         if torch_compat.is_gloo_on_cpu(group, device) and (neighbours := neighbours_of(group)) is not None:
             transport = SharedTransport(group, device, neighbours)
         else:
-            memory = RegisteredMemory.of(group, device) if registered else None
+            memory = registered_pool(group, device) if registered else None
             direct = coalesces(torch_compat.backend_of(group, device))
             transport = C10dTransport(group, device, direct=direct, memory=memory)
         by_kind[device, registered] = weakref.ref(transport)

@@ -14,7 +14,7 @@ from shardkit.core import events, torch_compat
 from shardkit.core.events import StorageKind
 from shardkit.core.policies import AllGather, ReduceScatter
 from shardkit.core.runtime.lanes import Program, Reduction, hold, note_sources_read
-from shardkit.core.runtime.memory import RegisteredMemory
+from shardkit.core.runtime.memory import Pool
 from shardkit.core.runtime.plan import (
     GatherPlan,
     Mean,
@@ -44,12 +44,12 @@ class C10dTransport(Transport):
     collective = True
 
     def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, *, direct: bool, memory: RegisteredMemory | None = None
+        self, group: dist.ProcessGroup, device: torch.device, *, direct: bool, memory: Pool | None = None
     ) -> None:
         super().__init__(group, device)
         self.direct = direct
         if memory is not None:
-            self.registered_memory = memory.active
+            self.registered_memory = memory
         self._averages = has_average(group, device)
         # On a stream lane a blocking call only orders work on this stream, and avoids a switch to another stream.
         self._async = device.type == "cpu"

@@ -20,37 +20,27 @@ so the pool is not registered in that way.
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 
 from shardkit.core import torch_compat
 
+Pool: TypeAlias = Callable[[], contextlib.AbstractContextManager[Any]]
+"""Inside, this thread's allocations on the device come from the pool, on the stream that is current then."""
 
-@dataclass(frozen=True)
-class RegisteredMemory:
-    """A pool whose segments, present and future, are registered with one process group."""
 
-    pool: Any
-    device: torch.device
-
-    @classmethod
-    def of(cls, group: dist.ProcessGroup, device: torch.device) -> RegisteredMemory:
-        """A new pool of `group` on `device` (collective). Call `require_memory` before."""
-        backend = torch_compat.backend_of(group, device)
-        # Memory is registered with a communicator, and the first collective makes it.
-        dist.all_reduce(torch.zeros(1, device=device), group=group)
-        pool = torch.get_device_module(device).MemPool(backend.mem_allocator)
-        backend.register_mem_pool(pool)
-        return cls(pool, device)
-
-    def active(self) -> contextlib.AbstractContextManager[Any]:
-        """Inside, this thread's allocations on the device come from the pool, on the stream that is current then."""
-        manager: contextlib.AbstractContextManager[Any]
-        manager = torch.get_device_module(self.device).use_mem_pool(self.pool, self.device)
-        return manager
+def registered_pool(group: dist.ProcessGroup, device: torch.device) -> Pool:
+    """A new pool of `group` on `device` (collective). Call `require_memory` before."""
+    backend, module = torch_compat.backend_of(group, device), torch.get_device_module(device)
+    # Memory is registered with a communicator, and the first collective makes it.
+    dist.all_reduce(torch.zeros(1, device=device), group=group)
+    pool = module.MemPool(backend.mem_allocator)
+    backend.register_mem_pool(pool)
+    return functools.partial(module.use_mem_pool, pool, device)
 
 
 def require_memory(group: dist.ProcessGroup, device: torch.device, label: str) -> None:

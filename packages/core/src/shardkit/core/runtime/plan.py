@@ -23,7 +23,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -193,7 +193,7 @@ class GatherPlan:
     """How a group is gathered.
 
     `direct` holds indices of items that are gathered in place; `packing` is the packed buffer for the others, of dtype
-    `packed_dtype`. `dtype` is the items' common dtype, or `torch.uint8` if they differ.
+    `packed_dtype`. `wire_dtype` is the items' common dtype, or `torch.uint8` if they differ.
 
     `own_slots` are (item, start, numel, shape) of this rank's non-empty chunk in the flat tensor of each direct item,
     `own_row` the pieces of its row of the packed buffer. No chunk fills `slot_padding`, (item, start, numel).
@@ -206,7 +206,7 @@ class GatherPlan:
     direct: tuple[int, ...]
     packing: Packing | None
     packed_dtype: torch.dtype
-    dtype: torch.dtype
+    wire_dtype: torch.dtype
     own_slots: tuple[tuple[int, int, int, tuple[int, ...]], ...]
     own_row: tuple[Place, ...]
     slot_padding: tuple[tuple[int, int, int], ...]
@@ -361,19 +361,16 @@ def reported(
 def _reported(
     plan: GatherPlan | ReducePlan, launched: float, wire_nbytes: int | None, dtype: torch.dtype | None
 ) -> Iterator[None]:
-    started: Callable[..., events.Event]
-    finished: Callable[..., events.Event]
+    started: Callable[..., events.Event] = events.ReduceStarted
+    finished: Callable[..., events.Event] = events.ReduceFinished
     if isinstance(plan, GatherPlan):
-        started, finished, sent = events.GatherStarted, events.GatherFinished, plan.dtype
-    else:
-        started, finished, sent = events.ReduceStarted, events.ReduceFinished, plan.wire_dtype
-    wire = plan.wire_nbytes if wire_nbytes is None else wire_nbytes
-    described = (plan.label, plan.fqns, plan.nbytes, wire, dtype or sent, plan.transport.group)
-    padding, name = plan.padding_nbytes, plan.transport.name
-    events.emit(started(*described, padding_bytes=padding, transport=name))
+        started, finished = events.GatherStarted, events.GatherFinished
+    wire, sent = plan.wire_nbytes if wire_nbytes is None else wire_nbytes, dtype or plan.wire_dtype
+    described = (plan.label, plan.fqns, plan.nbytes, wire, sent, plan.transport.group)
+    more = {"padding_bytes": plan.padding_nbytes, "transport": plan.transport.name}
+    events.emit(started(*described, **more))
     yield
-    seconds = time.perf_counter() - launched
-    events.emit(finished(*described, seconds, padding_bytes=padding, transport=name))
+    events.emit(finished(*described, time.perf_counter() - launched, **more))
 
 
 def plan_gather(items: Sequence[GatherItem], transport: Transport, label: str, rank: int) -> GatherPlan:
@@ -398,7 +395,7 @@ def plan_gather(items: Sequence[GatherItem], transport: Transport, label: str, r
         direct=direct,
         packing=packing,
         packed_dtype=packed_dtype,
-        dtype=dtypes.pop() if len(dtypes) == 1 else torch.uint8,
+        wire_dtype=dtypes.pop() if len(dtypes) == 1 else torch.uint8,
         own_slots=tuple(slot for slot in filled if slot[2]),
         own_row=() if packing is None else packing.row(rank),
         slot_padding=tuple(gap for gap in room if gap[2] > 0),
@@ -510,12 +507,8 @@ class Block(NamedTuple):
         return strided(whole, self.size, (self.size[1 + self.dim] * step, *stride), self.begin * step)
 
 
-class Gap(NamedTuple):
-    """Unused room in consecutive ranks' rows: a strided view of the buffer, in its own elements."""
-
-    size: tuple[int, int]
-    stride: tuple[int, int]
-    at: int
+Gap: TypeAlias = tuple[tuple[int, int], tuple[int, int], int]
+"""Unused room in consecutive ranks' rows, as `strided` takes it: size, strides, and where it begins."""
 
 
 class Place(NamedTuple):
@@ -656,7 +649,7 @@ def pack(
             *columns, used = itertools.accumulate((room(item, first) for item in filled), initial=0)
             places += [(item, first, count, first * row + at) for item, at in zip(filled, columns, strict=True)]
             if row > used:
-                gaps.append(Gap((count, row - used), (row, 1), first * row + used))
+                gaps.append(((count, row - used), (row, 1), first * row + used))
     blocks: list[Block] = []
     for item, first, count, at in places:
         used = layouts[item].local_numel(first) * widths[item]
@@ -664,7 +657,7 @@ def pack(
         if used:
             blocks.append(_block(layouts[item], item, widths[item], first, count, row, at))
         if unused:
-            gaps.append(Gap((count, unused), (row, 1), at + used))
+            gaps.append(((count, unused), (row, 1), at + used))
     dense = not ragged and not aligned and all(layouts[item].has_equal_slots for item in filled)
     sizes = tuple((item, room(item, 0)) for item in filled) if dense else ()
     return Packing(items, tuple(blocks), tuple(gaps), world, row, sizes, ragged)

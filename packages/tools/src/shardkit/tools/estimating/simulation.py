@@ -94,7 +94,7 @@ class SimulatedTransport(Transport):
         self._local = neighbourhood(group, ranks_per_host).local
         self._observer = observer
         self._lent: dict[str, int] = {}
-        # Like core's `Outbox`: parcels by the number of the reduction that filled them last.
+        # Like core's outbox: parcels by the number of the reduction that filled them last.
         self._parcels: dict[int, torch.Tensor] = {}
         self._posted = 0
 

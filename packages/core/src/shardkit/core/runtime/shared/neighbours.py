@@ -296,11 +296,6 @@ def _other_gradients(peer: int, theirs: dict[int, str], own: dict[int, str]) -> 
     )
 
 
-def _close_all() -> None:
-    """In a forked child (a worker of a DataLoader): closes a rank's pipes, which must close when the rank ends."""
-    for neighbours in _everyone:
-        neighbours.close()
-
-
 _everyone: weakref.WeakSet[Neighbours] = weakref.WeakSet()
-os.register_at_fork(after_in_child=_close_all)
+# A forked child, such as a worker of a DataLoader, closes a rank's pipes, which must close when the rank ends.
+os.register_at_fork(after_in_child=lambda: [*map(Neighbours.close, _everyone)])

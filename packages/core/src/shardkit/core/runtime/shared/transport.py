@@ -56,28 +56,6 @@ class Parcel:
         return known
 
 
-class Outbox:
-    """This rank's parcels, kept between steps. If none that all peers have read is large enough, those are freed."""
-
-    def __init__(self) -> None:
-        self._parcels: list[Parcel] = []
-
-    def parcel(self, specs: Specs, label: str) -> Parcel:
-        """A parcel with room for `specs`, contents undefined. The caller posts it before it asks for the next one."""
-        nbytes = sum(aligned(numel * dtype.itemsize) for numel, dtype in specs) or ALIGNMENT
-        idle = [parcel for parcel in self._parcels if parcel.posting is None or parcel.posting.is_read()]
-        fitting = [parcel for parcel in idle if parcel.memory.nbytes >= nbytes]
-        if fitting:
-            return min(fitting, key=lambda one: one.memory.nbytes)
-        for parcel in idle:
-            self._parcels.remove(parcel)
-            note_freed(parcel.memory.nbytes, label, "outbox")
-        parcel = Parcel(nbytes)
-        self._parcels.append(parcel)
-        note_allocated(parcel.memory.nbytes, label, "outbox")
-        return parcel
-
-
 class GatherBinding:
     """A plan with the tensors that it was last used with: the views to copy from and to, created once."""
 
@@ -88,7 +66,12 @@ class GatherBinding:
         self._addresses = [source.data_ptr() for source in sources]
         in_shared_memory = all(not source.numel() or (source.is_contiguous() and locate(source)) for source in sources)
         self.table = Table(plan.label, sources) if in_shared_memory else None
-        self._slots = [_slots(plan, flat, i) for i, flat in enumerate(flats)]
+        layouts = [item.layout for item in plan.items]
+        wholes = [flat[: layout.numel].view(layout.shape) for flat, layout in zip(flats, layouts, strict=True)]
+        # Each rank's part of each unsharded tensor, whichever dim is cut; the last ranks may have none.
+        self._slots = [
+            whole.split_with_sizes(layout.lengths(), layout.dim) for whole, layout in zip(wholes, layouts, strict=True)
+        ]
         self._peers: list[list[torch.Tensor] | None] = []
         self._copies: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
 
@@ -123,14 +106,6 @@ class GatherBinding:
         return self._copies
 
 
-def _slots(plan: GatherPlan, flat: torch.Tensor, i: int) -> tuple[torch.Tensor, ...]:
-    """Each rank's part of an unsharded tensor, whichever dim is cut; the last ranks may have none."""
-    layout = plan.items[i].layout
-    whole = flat[: layout.numel].view(layout.shape)
-    parts: tuple[torch.Tensor, ...] = whole.split_with_sizes(layout.lengths(), layout.dim)
-    return parts
-
-
 class SharedTransport(Transport):
     """Lets peers read shards in place, and sends copies of everything else through an outbox."""
 
@@ -139,10 +114,28 @@ class SharedTransport(Transport):
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, neighbours: Neighbours) -> None:
         super().__init__(group, device)
-        self._outbox = Outbox()
+        self._outbox: list[Parcel] = []  # kept between steps
         self._neighbours = neighbours
         self._bindings: WeakKeyDictionary[GatherPlan, GatherBinding] = WeakKeyDictionary()
         self._read_by_peers: list[Posting] = []
+
+    def _parcel(self, specs: Specs, label: str) -> Parcel:
+        """A parcel with room for `specs`, contents undefined. The caller posts it before it asks for the next one.
+
+        If none that all peers have read is large enough, those are freed first.
+        """
+        nbytes = sum(aligned(numel * dtype.itemsize) for numel, dtype in specs) or ALIGNMENT
+        idle = [parcel for parcel in self._outbox if parcel.posting is None or parcel.posting.is_read()]
+        fitting = [parcel for parcel in idle if parcel.memory.nbytes >= nbytes]
+        if fitting:
+            return min(fitting, key=lambda one: one.memory.nbytes)
+        for parcel in idle:
+            self._outbox.remove(parcel)
+            note_freed(parcel.memory.nbytes, label, "outbox")
+        parcel = Parcel(nbytes)
+        self._outbox.append(parcel)
+        note_allocated(parcel.memory.nbytes, label, "outbox")
+        return parcel
 
     def wait_until_read(self) -> None:
         for posting in [one for one in self._read_by_peers if one.released]:
@@ -176,7 +169,7 @@ class SharedTransport(Transport):
 
     def _post_copies(self, plan: GatherPlan, sources: Sequence[torch.Tensor]) -> Posting:
         specs = tuple((source.numel(), item.dtype) for source, item in zip(sources, plan.items, strict=True))
-        parcel = self._outbox.parcel(specs, plan.label)
+        parcel = self._parcel(specs, plan.label)
         tensors, table = parcel.cut(plan.label, specs, ())
         filled = [(tensor, source) for tensor, source in zip(tensors, sources, strict=True) if source.numel()]
         if filled:
@@ -206,7 +199,7 @@ class SharedTransport(Transport):
         specs = tuple(
             (0 if rank == plan.rank else numel, plan.wire_dtype) for rank, numel in enumerate(plan.row_numels)
         )
-        parcel = self._outbox.parcel(specs, plan.label)
+        parcel = self._parcel(specs, plan.label)
         rows, table = parcel.cut(plan.label, specs, tuple(zip(plan.members, plan.fqns, strict=True)))
         rows = [output if rank == plan.rank else row for rank, row in enumerate(rows)]
         targets: list[torch.Tensor] = []
