@@ -584,7 +584,7 @@ class Packing:
         """
         if self._as_matrix(buffer):
             rows = buffer.view(self.world_size, -1)
-            out = [flats[item].view(rows.shape[0], -1) for item, _ in self.columns]
+            out = [flats[item].view(self.world_size, -1) for item, _ in self.columns]
             torch.split_with_sizes_copy(rows, [size for _, size in self.columns], 1, out=out)
             return
         items = [as_dtype(buffer, flats[block.item].dtype) for block in self.blocks]
