@@ -23,7 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from shardkit.core.engine.group import FSDPParamGroup
 from shardkit.core.mesh import device_of
 from shardkit.core.parameters.param import sharded_counterpart
-from shardkit.core.torch_compat import foreach_norm, foreach_scale_, local_of
+from shardkit.core.torch_compat import foreach_norm, foreach_scale_, lies_like, local_of
 
 # The first of plain parameters whose norms were compared, and how many: once, as the host waits for it. Their norms are
 # summed over ranks in each call: what ranks exchange must not depend on what one of them remembers.
@@ -47,8 +47,7 @@ def clip_grad_norm_(
 
     Args:
         parameters: a tensor, tensors, or (name, tensor) pairs such as `module.named_parameters()`; names improve the
-            errors. DTensors and plain tensors may be mixed. A plain tensor is taken to be the same on every rank. A
-            repeated tensor counts once.
+            errors. A plain tensor is taken to be the same on every rank. A repeated tensor counts once.
         max_norm: the largest norm that is left as it is.
         norm_type: the p of the p-norm: any number above 0, or inf for the largest absolute value.
         error_if_nonfinite: raise, on every rank, if the norm is nan or inf. Waits for the device.
@@ -283,16 +282,12 @@ def _local_grad(name: str, parameter: torch.Tensor) -> torch.Tensor | None:
     grad = parameter.grad
     if not isinstance(parameter, DTensor) or grad is None:
         return grad
-    if not isinstance(grad, DTensor):
+    if not lies_like(grad, parameter) or grad.device_mesh != parameter.device_mesh:  # type: ignore[attr-defined]
         raise ValueError(
-            f"{name}: the gradient is a plain tensor, expected a DTensor like its parameter; "
-            "make one with DTensor.from_local"
-        )
-    if grad.placements != parameter.placements or grad.device_mesh != parameter.device_mesh:
-        raise ValueError(
-            f"{name}: the gradient has placements {grad.placements} on {grad.device_mesh}, expected those of its "
-            f"parameter, {parameter.placements} on {parameter.device_mesh}; call "
-            "parameter.grad = parameter.grad.redistribute(parameter.device_mesh, parameter.placements) first"
+            f"{name}: the gradient has placements {getattr(grad, 'placements', None)} on "
+            f"{getattr(grad, 'device_mesh', 'no mesh')}, expected those of its parameter, {parameter.placements} on "
+            f"{parameter.device_mesh}; call redistribute(parameter.device_mesh, parameter.placements) of the gradient, "
+            "or make it with DTensor.from_local"
         )
     return local_of(grad)
 

@@ -102,11 +102,10 @@ def fully_shard(
             them; an int keeps them sharded over that many neighbouring ranks, which must divide the shard axis; None
             means True, except for the root.
         shard_placement_fn: chooses the placement of each parameter: `Shard(dim)`, evenly divisible or not; `Owned()`
-            keeps it whole on one rank; `Blocks(...)` cuts it only between blocks; None means `Shard(0)`.
-            `Replicate()` keeps it whole on all ranks, as every 0-dim parameter; gradients are then all-reduced.
-            `placements_for(model, optimizer_class)` returns such a function. A result
-            with a `mesh_info`, such as stock's `ShardPlacementResult`, gives the parameter its own mesh: the call then
-            makes one group for each mesh and averages that group's gradients over it.
+            keeps it whole on one rank; `Blocks(...)` cuts it only between blocks; None means `Shard(0)`. `Replicate()`
+            keeps it whole on all ranks, as every 0-dim parameter. `placements_for(model, optimizer_class)` returns such
+            a function. A result with a `mesh_info`, such as stock's `ShardPlacementResult`, gives the parameter its own
+            mesh: the call then makes one group for each mesh and averages that group's gradients over it.
         mp_policy: dtypes of computation, reduction and output.
         offload_policy: `CPUOffloadPolicy()` keeps shards, gradients and optimizer state in host memory. A mapping does
             so by name, such as `{"experts.*": CPUOffloadPolicy()}`; names are those below `module`.

@@ -60,8 +60,7 @@ def install(*, fsdp1: bool = False, announce: bool = True) -> tuple[str, ...]:
     """Makes torch's own names of FSDP refer to shardkit, in this process, until `uninstall`.
 
     It replaces `fully_shard`, `register_fsdp_forward_method` and `share_comm_ctx` in `torch.distributed.fsdp`, in the
-    modules below it and in every module that has already imported them. Another call also replaces them in modules that
-    have imported stock's since then, and changes nothing else.
+    modules below it and in every module that has imported them; another call, in those that have done so since then.
 
     Args:
         fsdp1: also replaces `FullyShardedDataParallel` and the names around it (`ShardingStrategy`, `StateDictType`,
