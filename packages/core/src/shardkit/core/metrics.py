@@ -48,9 +48,8 @@ class StepMetrics:
         peak_flops: float | None = None,
         to: object | None = None,
     ) -> None:
-        self._flops = (
-            6.0 * sum(one.numel() for one in model.parameters()) if flops_per_token is None else flops_per_token
-        )
+        default = 6.0 * sum(one.numel() for one in model.parameters())
+        self._flops = default if flops_per_token is None else flops_per_token
         self._peak_flops = peak_flops
         self._send = None if to is None else _sender(to)
         first = next(model.parameters(), torch.empty(0))

@@ -7,42 +7,24 @@ are missing on purpose: it works on torch's own fully_shard alone; `shardkit pro
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, TypeVar
+from types import SimpleNamespace
+from typing import Any, TypeVar
 
 from shardkit.core.torch_compat import in_backward, stock_training_state
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import DeviceMesh
 
 _C = TypeVar("_C", bound=type)
 
 
-@dataclass(frozen=True)
-class MeshInfo:
+def _mesh_info(group: Any) -> SimpleNamespace:
     """The contents of stock's `FSDPMeshInfo`, `DDPMeshInfo` and `HSDPMeshInfo`; None for a missing axis."""
-
-    mesh: DeviceMesh
-    shard_mesh_dim: int | None
-    shard_mesh_size: int
-    shard_mesh_rank: int
-    shard_process_group: dist.ProcessGroup | None
-    replicate_mesh_dim: int | None
-    replicate_mesh_size: int
-    replicate_mesh_rank: int
-    replicate_process_group: dist.ProcessGroup | None
-
-
-def _mesh_info(group: Any) -> MeshInfo:
     mesh, replicate = group.mesh, group.mesh.replicate_axes[0] if len(group.mesh.replicate_axes) == 1 else None
     if replicate is None and group.mesh.replicate_axes:
         raise AttributeError(
             f"the group of '{group.label}' is replicated over {len(group.mesh.replicate_axes)} axes of its mesh, which "
             "torch's mesh_info cannot describe; read the group's `mesh`"
         )
-    return MeshInfo(
+    return SimpleNamespace(
         mesh=mesh.mesh,
         shard_mesh_dim=mesh.shard_axis,
         shard_mesh_size=mesh.shard_size,

@@ -305,16 +305,8 @@ def move_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
 
 def _move(hooks: dict[int, Any], register: Callable[[Callable[[torch.Tensor], Any]], object]) -> None:
     for key, hook in list(hooks.items()):
-        register(functools.partial(_run_if_kept, hooks, key, hook))
-        hooks[key] = _no_change  # torch holds this very dict, also where the hooks of a tensor are set to None
-
-
-def _run_if_kept(hooks: dict[int, Any], key: int, hook: Callable[[torch.Tensor], Any], gradient: torch.Tensor) -> Any:
-    return hook(gradient) if key in hooks else None
-
-
-def _no_change(gradient: torch.Tensor) -> None:
-    return None
+        register(lambda gradient, key=key, hook=hook: hook(gradient) if key in hooks else None)  # type: ignore[misc]
+        hooks[key] = lambda gradient: None  # torch holds this very dict, also where a tensor's hooks are set to None
 
 
 base_of: Callable[[torch.Tensor], torch.Tensor | None] = operator.attrgetter("_base")

@@ -16,7 +16,6 @@ class Connection:
     """The ends of this process, which do not block. `unsent` are the messages that wait for room, at least in part."""
 
     def __init__(self, peer: int, incoming: FileIO, outgoing: FileIO) -> None:
-        """`peer` is the rank at the other end, for error messages."""
         self._peer = peer
         self.incoming, self.outgoing = incoming, outgoing
         self._received = b""  # of the next message, with its length
@@ -24,16 +23,11 @@ class Connection:
         self.unsent: deque[bytes] = deque()
 
     def close(self) -> None:
-        """Closes the pipes of this process."""
         self.incoming.close()
         self.outgoing.close()
 
     def send(self, message: bytes) -> None:
-        """Sends a message, now or when there is room.
-
-        Raises:
-            ConnectionError: if the peer's process has ended.
-        """
+        """Sends a message, now or when there is room. Raises ConnectionError if the peer's process has ended."""
         self.unsent.append(message)
         self.flush()
 
@@ -52,12 +46,9 @@ class Connection:
             raise _gone(self._peer) from error
 
     def receive(self) -> bytes | None:
-        """The next message; None if there is none yet.
+        """The next message, None if there is none yet. Raises ConnectionError after the last one of an ended process.
 
         It leaves the messages after it in the pipe, where `select.poll` finds them.
-
-        Raises:
-            ConnectionError: if the peer's process has ended and all its messages have been read.
         """
         while missing := self._missing:
             piece = self.incoming.read(missing)

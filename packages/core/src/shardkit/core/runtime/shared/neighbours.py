@@ -142,11 +142,9 @@ class Posting:
         """Waits until all peers have read this rank's part."""
         label = self.table.label
         try:
-            if not events.hub.active or self.is_read():
+            quiet = not events.hub.active or self.is_read()
+            with contextlib.nullcontext() if quiet else events.waiting(label, "release"):
                 self._neighbours.wait_until_read(self)
-            else:
-                with events.waiting(label, "release"):
-                    self._neighbours.wait_until_read(self)
         except (ConnectionError, TimeoutError) as error:
             raise RuntimeError(f"{label}: waiting until peers have read the shards failed: {error}") from error
 
@@ -161,8 +159,7 @@ class Neighbours:
         self._size = len(connections)
         self._next = 0
         self._tables: list[dict[int, PeerTable]] = [{} for _ in connections]
-        self._mapped: list[weakref.WeakValueDictionary[int, Mapping]]
-        self._mapped = [weakref.WeakValueDictionary() for _ in connections]
+        self._mapped = [weakref.WeakValueDictionary[int, Mapping]() for _ in connections]
         self._posted: list[dict[int, PeerTable]] = [{} for _ in connections]
         self._unwanted: list[set[int]] = [set() for _ in connections]
         self._unread: dict[int, Posting] = {}  # keeps the memory that peers read
