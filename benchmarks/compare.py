@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from side_by_side.crew import CrewFailure
 from side_by_side.link import RATES, NoLink
+from side_by_side.networks import OPTIMIZERS, WORKLOADS
 from side_by_side.ratios import Row, absolute_table, ratio_table, rows_of
 from side_by_side.run import Disagreement, Settings, compare
 from side_by_side.surroundings import load, surroundings
 from side_by_side.systems import COMPARED, ON_GPUS, SYSTEMS, imbalance
-from side_by_side.workloads import OPTIMIZERS, WORKLOADS
 
 RESULTS = Path(__file__).parent / "results" / "compare"
 # Workloads and world sizes that are compared if none is given, by optimizer.

@@ -17,9 +17,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from side_by_side.networks import WORKLOADS
 from side_by_side.surroundings import surroundings
 from side_by_side.systems import SYSTEMS, Place, optimizers_for
-from side_by_side.workloads import WORKLOADS
 
 from tests.support import run_ranks
 from tests.tools.measured import Meter

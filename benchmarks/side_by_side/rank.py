@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from side_by_side.link import Side
 from side_by_side.meters import MemoryMeter, c10d_calls, socket_bytes
+from side_by_side.networks import WORKLOADS
 from side_by_side.systems import SYSTEMS, Place, optimizers_for
-from side_by_side.workloads import WORKLOADS
 
 _BATCHES = 4
 _HELD_STEPS = 3

@@ -8,8 +8,8 @@ from typing import Any
 
 from side_by_side.crew import Crew, started
 from side_by_side.link import shaped_link
+from side_by_side.networks import WORKLOADS
 from side_by_side.rank import Agreement, Times
-from side_by_side.workloads import WORKLOADS
 
 CHECKED_STEPS = 3
 LOSS_TOLERANCE = {False: 1e-4, True: 2e-2}

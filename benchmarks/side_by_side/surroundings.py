@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from side_by_side.workloads import OPTIMIZERS
+from side_by_side.networks import OPTIMIZERS
 
 _CPUINFO = Path("/proc/cpuinfo")
 

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from side_by_side.networks import Block
-from side_by_side.workloads import WORKLOADS, Workload
+from side_by_side.networks import WORKLOADS, Block, Workload
 
 Autocast = Callable[[], contextlib.AbstractContextManager[None]]
 Shard = Callable[..., object]

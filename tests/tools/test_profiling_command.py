@@ -1,12 +1,28 @@
-"""`shardkit profile`: a script that knows nothing of it is recorded, under torchrun, and reported."""
+"""`shardkit profile`: a script that knows nothing of it is recorded and reported; the replay of logs made by hand."""
 
 import sys
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from shardkit.core.events import (
+    BackwardEnded,
+    GatherFinished,
+    GatherStarted,
+    Launched,
+    ModuleBegan,
+    ModuleEnded,
+    WaitFinished,
+    WaitStarted,
+)
 from shardkit.tools.command import main
+from shardkit.tools.profiling.log import Entry, Held, OptimizerBegan, OptimizerEnded, Whereabouts, last_complete
+from shardkit.tools.profiling.replay import Replay
 from shardkit.tools.report.files import read_report
+from shardkit.tools.report.schema import Group
 from tests.tools.installed import environment
 
 JOB = str(Path(__file__).with_name("small_job.py"))
@@ -64,3 +80,110 @@ def test_a_command_that_records_nothing_is_told(tmp_path, capsys) -> None:
     assert main(["profile", *out, "true"]) == 2
     assert "nothing was recorded" in capsys.readouterr().err
     assert main(["profile", *out, "no-such-command-anywhere"]) == 127
+
+
+ROOT = (ModuleBegan("Net", "forward", True), ModuleEnded("Net", "forward", True))
+OPTIMIZER = (OptimizerBegan(), OptimizerEnded())
+PROCESS_GROUP = cast(dist.ProcessGroup, object())
+
+
+def walk(entries: list[Entry], trains: bool = True) -> list[tuple[int, str, str]]:
+    where = Whereabouts(trains)
+    places = []
+    for entry in entries:
+        where.follow(entry)
+        places.append((where.step, where.phase, where.module))
+    return places
+
+
+def test_a_step_begins_with_the_forward_after_an_optimizer_step() -> None:
+    entries = [*ROOT, *ROOT, *OPTIMIZER, *OPTIMIZER, *ROOT]
+    assert [step for step, _, _ in walk(entries)] == [0] * 8 + [1] * 2
+    assert [step for step, _, _ in walk([*ROOT, *ROOT, *ROOT], trains=False)] == [0, 0, 1, 1, 2, 2]
+
+
+def test_phases_and_modules_are_followed_inwards_and_out() -> None:
+    entries: list[Entry] = [
+        ROOT[0],
+        ModuleBegan("a", "forward", False),
+        ModuleEnded("a", "forward", False),
+        ROOT[1],
+        ModuleBegan("Net", "backward", True),
+        ModuleBegan("a", "backward", False),
+        ModuleBegan("a", "recompute", False),
+        ModuleEnded("a", "recompute", False),
+        ModuleEnded("a", "backward", False),
+        ModuleEnded("Net", "backward", True),
+        BackwardEnded(True),
+        *OPTIMIZER,
+    ]
+    forward, backward = [(0, "forward", one) for one in ("Net", "a", "Net")], (0, "backward", "Net")
+    inside = (0, "backward", "a")
+    assert walk(entries) == [
+        *forward, (0, "other", "(other)"), backward, inside, inside, inside, backward, (0, "backward", "(backward)"),
+        (0, "other", "(other)"), (0, "optimizer", "(optimizer)"), (0, "other", "(other)"),
+    ]  # fmt: skip
+
+
+def test_a_module_that_ends_with_its_last_part_is_around_it_in_backward() -> None:
+    outside_in = [("a", False), ("a.b", False)], [("a.b", False), ("a", False)], [("a.b", False), ("Net", True)]
+    for order in outside_in:
+        entries: list[Entry] = [ModuleBegan(fqn, "backward", root) for fqn, root in order]
+        assert walk(entries)[-1] == (0, "backward", "a.b")
+
+
+def test_what_follows_the_last_optimizer_step_is_no_step() -> None:
+    assert last_complete([*ROOT, *OPTIMIZER, Held("optimizer", "", 4), Held("resident", "", 5), *ROOT]) == 6
+    assert last_complete([*ROOT]) is None
+
+
+def started(fqn: str, **more: Any) -> GatherStarted:
+    return GatherStarted(fqn, (f"{fqn}.weight",), 100, 50, torch.float32, PROCESS_GROUP, **more)
+
+
+def finished(fqn: str) -> GatherFinished:
+    return GatherFinished(fqn, (f"{fqn}.weight",), 100, 50, torch.float32, PROCESS_GROUP, 0.5)
+
+
+def replay_of(*entries: tuple[float, Entry]) -> Replay:
+    return Replay(list(entries), True, {PROCESS_GROUP: Group("0", [0, 1])})
+
+
+def test_a_wait_belongs_to_the_operation_that_it_is_for() -> None:
+    replay = replay_of(
+        (1.0, started("a", transport="c10d")),
+        (1.1, Launched("a", "all-gather", 0.1)),
+        (2.0, started("b", transport="c10d")),
+        (2.1, Launched("b", "all-gather", 0.1)),
+        (2.5, ModuleBegan("a", "forward", False)),
+        (3.0, WaitStarted("a", "all-gather")),
+        (3.6, finished("a")),
+        (3.7, WaitFinished("a", "all-gather", 0.7, 0.5)),
+        (4.0, WaitStarted("b", "release")),
+        (4.5, WaitFinished("b", "release", 0.5, 0.5)),
+        (5.0, finished("b")),
+    )
+    a, b = replay.operations
+    assert (a.fqn, a.exposed, a.blocked, a.waited_by, a.launch) == ("a", 0.7, 0.5, "a", 0.1)
+    assert (a.start, a.end_seen) == (1.0, True)
+    assert a.end == pytest.approx(3.5), "the data came when the idle part of the wait was over"
+    assert (b.exposed, b.end_seen, b.end, b.number) == (0.0, False, 5.0, 1)
+    assert [(wait.operation, wait.fqn, wait.seconds, wait.begin) for wait in replay.waits] == [
+        ("release", "b", 0.5, 4.0)
+    ]
+
+
+def test_shared_memory_moves_data_in_the_wait() -> None:
+    (one,) = replay_of(
+        (1.0, started("a", transport="shared")),
+        (3.0, WaitStarted("a", "all-gather")),
+        (3.6, finished("a")),
+        (3.7, WaitFinished("a", "all-gather", 0.7, 0.5)),
+    ).operations
+    assert one.moving == pytest.approx(0.2)
+    assert (one.end, one.end_seen) == (3.6, True)
+
+
+def test_what_began_before_the_recording_is_left_out() -> None:
+    replay = replay_of((1.0, finished("a")), (2.0, WaitFinished("a", "all-gather", 0.5, 0.5)))
+    assert replay.operations == []
