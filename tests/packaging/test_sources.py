@@ -3,7 +3,6 @@
 import ast
 import re
 from collections.abc import Iterator
-from functools import cache
 
 import pytest
 
@@ -57,52 +56,12 @@ def private_torch_uses(source: Source) -> list[str]:
     return [f"{source}:{line}: {name}" for name, line in torch_names(source) if private_parts(name)]
 
 
-@cache
-def transport_classes() -> set[str]:
-    """`Transport` and every class that inherits from it, by name."""
-    classes = [node for source in SOURCES for node in ast.walk(source.tree) if isinstance(node, ast.ClassDef)]
-    found = {"Transport"}
-    while more := {one.name for one in classes if any(_names(base) & found for base in one.bases)} - found:
-        found |= more
-    return found
-
-
-def _names(tree: ast.AST) -> set[str]:
-    """The last part of each name that is written in `tree`."""
-    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    return names | {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-
-
-def class_questions(source: Source, classes: set[str]) -> list[str]:
-    """Where a file asks whether something is of one of these classes: `isinstance`, `type(x) is ...`, `case ...()`."""
-    found = []
-    for node in ast.walk(source.tree):
-        match node:
-            case ast.Call(func=ast.Name(id="isinstance" | "issubclass"), args=[_, kinds]):
-                named = _names(kinds)
-            case ast.Compare() if "type" in _names(node):
-                named = _names(node)
-            case ast.MatchClass(cls=kind):
-                named = _names(kind)
-            case _:
-                continue
-        if named & classes:
-            found.append(f"{source}:{node.lineno}: {ast.unparse(node)}")
-    return found
-
-
 def test_stock_fsdp_is_not_used():
     assert {str(source): uses for source in SOURCES if (uses := stock_fsdp_uses(source))} == {}
 
 
 def test_private_names_of_torch_stand_in_torch_compat():
     assert {str(source): uses for source in SOURCES if (uses := private_torch_uses(source))} == {}
-
-
-def test_nobody_asks_which_transport_it_has():
-    """A transport says what it can do by its methods, so that one of a user or a simulator is as good as ours."""
-    classes = transport_classes()
-    assert [use for source in SOURCES for use in class_questions(source, classes)] == []
 
 
 def test_a_file_is_one_concept():

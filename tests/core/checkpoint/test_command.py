@@ -22,24 +22,15 @@ from shardkit.core.checkpoint.command import main
 from shardkit.core.checkpoint.directory import open_index
 from shardkit.core.checkpoint.sources import SAFETENSORS_DTYPES, open_file
 from shardkit.core.checkpoint.writers import DcpWriter
-from tests.core.checkpoint.trainee import ElasticLoader, Held, Trainee, differences, flip
+from tests.core.checkpoint.trainee import ElasticLoader, Held, Trainee, differences, flip, save_two_steps
 from tests.support import run_ranks
-
-
-def save_two_steps(rank: int, world_size: int, path: Path) -> Any:
-    trainee = Trainee((2, 2), seed=1, loader_kind=ElasticLoader)
-    with CheckpointManager(path) as manager:
-        for step in (1, 2):
-            trainee.train(1)
-            manager.save(step, trainee.state, info={"note": "x"})
-    return trainee.full()
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> tuple[Path, dict[str, Any]]:
     """Checkpoints of two steps from four ranks, and the state after the second."""
     path = tmp_path_factory.mktemp("saved")
-    return path, run_ranks(4, save_two_steps, path)[0]
+    return path, run_ranks(4, save_two_steps, path, (2, 2))[0][-1]
 
 
 def weights(full: dict[str, Any]) -> dict[str, torch.Tensor]:

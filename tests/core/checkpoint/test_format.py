@@ -22,26 +22,15 @@ from shardkit.core.checkpoint.saving import write_file
 from shardkit.core.checkpoint.stock_metadata import unpickle_metadata
 from shardkit.core.checkpoint.torch_files import archive_of
 from shardkit.core.checkpoint.writers import DataFile
-from tests.core.checkpoint.trainee import Trainee, differences, flip
+from tests.core.checkpoint.trainee import Trainee, differences, flip, save_two_steps
 from tests.support import run_ranks
-
-
-def save_twice(rank: int, world_size: int, path: Path) -> Any:
-    trainee = Trainee((world_size,), seed=1)
-    states = []
-    with CheckpointManager(path) as manager:
-        for step in (1, 2):
-            trainee.train(1)
-            manager.save(step, trainee.state)
-            states.append(trainee.full())
-    return states
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> tuple[Path, list[Any]]:
     """Checkpoints of two steps on two ranks, and the states that they hold."""
     path = tmp_path_factory.mktemp("saved")
-    return path, run_ranks(2, save_twice, path)[0]
+    return path, run_ranks(2, save_two_steps, path, (2,))[0]
 
 
 @pytest.mark.parametrize("shape", [(), (3, 5), (2, 1, 4), (0, 3)], ids=str)

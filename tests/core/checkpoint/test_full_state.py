@@ -250,7 +250,7 @@ def test_full_state_dict(rank, world_size, kind, rank0_only):
 
 @on_ranks(1, 3)
 def test_round_trip_with_casts(rank, world_size):
-    """Through fully_shard, in one precision and out in another, over a second model."""
+    """Out of a model of fully_shard, and into others of another precision."""
 
     def build(device, dtype=torch.float32):
         model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 7), nn.Linear(7, 3)).to(device, dtype)
@@ -264,25 +264,24 @@ def test_round_trip_with_casts(rank, world_size):
     first = build("cpu")
     inputs = torch.randn(2, 5)
     expected = first(inputs)  # leaves the root's parameters unsharded
-    state = full_state_dict(first)
-    second = build("cpu", torch.bfloat16)
-    second(inputs.bfloat16())
-    load_full_state_dict(second, state)
-    torch.testing.assert_close(second(inputs.bfloat16()), expected.bfloat16(), rtol=0.1, atol=0.1)
-    for device, assign in (("cpu", True), ("meta", True), ("meta", False)):
-        third = build(device)
+    state = full_state_dict(first, rank0_only=False)
+    low = {name: tensor.bfloat16() for name, tensor in state.items()}
+    for given, device, dtype, assign in (
+        *((state, "cpu", torch.bfloat16, False), (low, "cpu", torch.float32, True)),
+        *((low, "meta", torch.float32, False), (low, "meta", torch.float32, True)),
+    ):
+        other = build(device, dtype)
         if device == "cpu":
-            third(inputs)
-        load_full_state_dict(third, full_state_dict(second), assign=assign)
-        for name, parameter in third.named_parameters():
-            assert parameter.dtype == (torch.bfloat16 if assign else torch.float32)
-            want = first.get_parameter(name).full_tensor().bfloat16().to(parameter.dtype)
-            assert torch.equal(parameter.full_tensor(), want)
-        seen = third(inputs.to(parameter.dtype))
+            other(inputs.to(dtype))
+        load_full_state_dict(other, given, assign=assign)
+        for name, parameter in other.named_parameters():
+            assert parameter.dtype == (given[name].dtype if assign else dtype)
+            assert torch.equal(parameter.full_tensor(), given[name].to(parameter.dtype))
+        seen = other(inputs.to(parameter.dtype))
         torch.testing.assert_close(seen, expected.to(seen.dtype), rtol=0.1, atol=0.1)
         seen.sum().backward()
-        assert third[0].bias is third[1].bias
-        assert all(parameter.grad is not None for parameter in third.parameters())
+        assert other[0].bias is other[1].bias
+        assert all(parameter.grad is not None for parameter in other.parameters())
 
 
 class StoreError(OSError):

@@ -145,6 +145,17 @@ class Trainee:
         return {"loader": self.loader.state_dict(), "draws": (random.random(), np.random.rand(), torch.rand(2))}
 
 
+def save_two_steps(rank: int, world_size: int, path: Path, shape: tuple[int, ...]) -> list[dict[str, Any]]:
+    """Saves after each of two steps; returns the states."""
+    trainee, states = Trainee(shape, seed=1, loader_kind=ElasticLoader), []
+    with CheckpointManager(path) as manager:
+        for step in (1, 2):
+            trainee.train(1)
+            manager.save(step, trainee.state, info={"note": "x"})
+            states.append(trainee.full())
+    return states
+
+
 def _full(value: Any) -> Any:
     if isinstance(value, DTensor):
         value = value.full_tensor()
