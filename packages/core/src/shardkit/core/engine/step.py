@@ -201,7 +201,7 @@ class FSDPState:
         return args, kwargs
 
     def _begin_forward(self) -> bool:
-        """Begins an iteration, and returns True, if this is the outermost forward and none before it has not ended."""
+        """Whether this is the outermost forward, which begins an iteration; refuses it if one before has not ended."""
         schedule, context = self.schedule, self.schedule.context
         forward, backward = schedule.forward, schedule.backward
         if context.finalization is not None:
