@@ -4,7 +4,7 @@ When a work of a group has ended, its thread stores the work's name in a string 
 (`ProcessGroupGloo::pgStatus_` of torch 2.13 and 2.15), without a lock. Names of 16 letters and more, such as that of an
 all-gather by `DTensor.full_tensor()`, have memory of their own. If two works end at about the same time, one thread
 frees that memory, and the other one frees it again or writes a name to it. Programs then end somewhere else by
-"malloc(): unaligned tcache chunk detected" or a segmentation fault. `test_gloo.py` has one that does so in seconds.
+"malloc(): unaligned tcache chunk detected" or a segmentation fault.
 """
 
 import os

@@ -134,30 +134,6 @@ def fixed_point_with_a_gradient_in_a_hook(session: Session) -> None:
     train(session, model, model.body)
 
 
-class _Recomputed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, block: nn.Module) -> Tensor:
-        ctx.block = block
-        ctx.save_for_backward(x)
-        with torch.no_grad():
-            return block(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        x = ctx.saved_tensors[0].detach().requires_grad_()
-        with torch.enable_grad():
-            output = ctx.block(x)
-        torch.autograd.backward(output, gradient)
-        return x.grad, None
-
-
-@recipe
-def recomputation_of_ones_own(session: Session) -> None:
-    model = Net()
-    model.run = lambda block, x: _Recomputed.apply(x, block)
-    train(session, model, *model.blocks)
-
-
 @recipe
 def recomputation_with_dropout_and_offload(session: Session) -> None:
     model = session.shard(net := Net(dropout=0.3), *net.blocks)
