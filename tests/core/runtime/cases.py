@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -89,6 +90,11 @@ CASES: dict[str, Case] = {
 }
 
 
+class _StockComm(DefaultAllGather):
+    def __call__(self, **arguments: Any) -> dist.Work | None:
+        return (DefaultReduceScatter() if "op" in arguments else super().__call__)(**arguments)
+
+
 def transport(kind: str) -> Transport:
     """The transport under test over the default group."""
     group = dist.group.WORLD
@@ -97,7 +103,7 @@ def transport(kind: str) -> Transport:
         assert isinstance(shared, SharedTransport) or group.size() == 1
         return shared
     if kind == "custom":
-        return CustomTransport(group, CPU, DefaultAllGather(), DefaultReduceScatter())
+        return CustomTransport(group, CPU, _StockComm())
     return C10dTransport(group, CPU, direct=kind == "c10d_direct")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -156,18 +157,12 @@ def _held_by(value: Any, into_objects: bool) -> list[Any]:
         names = base.__dict__.get("__slots__", ())
         held += [getattr(value, name, None) for name in ((names,) if isinstance(names, str) else names)]
     if isinstance(value, types.FunctionType):
-        held += [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
+        for cell in value.__closure__ or ():
+            with contextlib.suppress(ValueError):  # a variable that has no value yet
+                held.append(cell.cell_contents)
     elif isinstance(value, types.MethodType | types.BuiltinMethodType):
         held.append(value.__self__)
     return held
-
-
-def _is_filled(cell: Any) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018 - raises for a variable that has no value yet
-    except ValueError:
-        return False
-    return True
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:

@@ -89,7 +89,7 @@ class Communication:
             else:
                 gather = transport_for(group, device, self.registered)
             if self.reduce_scatter is not None:
-                reduce: Transport = CustomTransport(over, device, reduce_scatter=self.reduce_scatter)
+                reduce: Transport = CustomTransport(over, device, self.reduce_scatter)
             else:
                 reduce = transport_for(over, device, self.registered)
         except (OSError, RuntimeError) as error:  # a missing peer causes a timeout, of a socket or of gloo

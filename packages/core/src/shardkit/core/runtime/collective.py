@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from shardkit.core import events, torch_compat
 from shardkit.core.events import StorageKind
-from shardkit.core.policies import AllGather, ReduceScatter
 from shardkit.core.runtime.lanes import Program, Reduction, hold, note_sources_read
 from shardkit.core.runtime.memory import Pool
 from shardkit.core.runtime.plan import (
@@ -150,45 +149,34 @@ class C10dTransport(Transport):
 
 
 class CustomTransport(C10dTransport):
-    """Packs everything and sends it through the user's object for gathers, or for reductions."""
+    """Packs everything and sends it through the user's object: an `AllGather`, or a `ReduceScatter`."""
 
     name = "custom"
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        device: torch.device,
-        all_gather: AllGather | None = None,
-        reduce_scatter: ReduceScatter | None = None,
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, comm: Any) -> None:
         super().__init__(group, device, direct=False)
-        self._gathering = all_gather
-        self._reducing = reduce_scatter
+        self._comm = comm
 
     def all_gather(self, buffers: Sequence[torch.Tensor]) -> Sequence[dist.Work | None]:
         (buffer,) = buffers
         chunk = buffer.numel() // self.world_size
         own = buffer.narrow(0, self.rank * chunk, chunk)
-        assert self._gathering is not None
-        work = self._gathering(output_tensor=buffer, input_tensor=own, group=self.group, async_op=self._async)
+        work = self._comm(output_tensor=buffer, input_tensor=own, group=self.group, async_op=self._async)
         return (work,)
 
     def reduce_scatter(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], op: Any
     ) -> Sequence[dist.Work | None]:
         (output,), (full,) = outputs, inputs
-        assert self._reducing is not None
-        work = self._reducing(output_tensor=output, input_tensor=full, group=self.group, op=op, async_op=self._async)
+        work = self._comm(output_tensor=output, input_tensor=full, group=self.group, op=op, async_op=self._async)
         return (work,)
 
     def buffer(self, numel: int, dtype: torch.dtype, label: str, kind: StorageKind) -> torch.Tensor:
-        comm = self._reducing if self._gathering is None else self._gathering
-        assert comm is not None, label
-        buffer = comm.allocate((numel,), dtype=dtype, device=self.device)
+        buffer: torch.Tensor = self._comm.allocate((numel,), dtype=dtype, device=self.device)
         if buffer.numel() != numel or buffer.dtype != dtype or not buffer.is_contiguous():
             raise ValueError(
-                f"{label}: {type(comm).__name__}.allocate returned {buffer.numel()} elements of {buffer.dtype} with "
-                f"strides {buffer.stride()}, expected {numel} of {dtype}, contiguous; return what was asked for"
+                f"{label}: {type(self._comm).__name__}.allocate returned {buffer.numel()} elements of {buffer.dtype} "
+                f"with strides {buffer.stride()}, expected {numel} of {dtype}, contiguous; return what was asked for"
             )
         note_allocated(buffer, label, kind)
         return buffer.view(-1)

@@ -284,18 +284,15 @@ class ReducePlan:
         return tuple(sizes)
 
     @cached_property
-    def lengths(self) -> tuple[tuple[int, ...], ...]:
-        """For each item, the indices of its dim that each rank holds, as `piece_sizes`."""
+    def lengths(self) -> tuple[tuple[int, ...], ...]:  # for each item, the indices of its dim that each rank holds
         return tuple(item.layout.lengths() for item in self.items)
 
     @cached_property
     def row_numels(self) -> tuple[int, ...]:
-        """For each rank, the elements of all its chunks."""
         return tuple(map(sum, self.piece_sizes))
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of the full gradients in `grad_dtype`."""
         return sum(item.layout.numel for item in self.items) * self.grad_dtype.itemsize
 
     @cached_property

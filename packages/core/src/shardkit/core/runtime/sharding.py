@@ -112,11 +112,9 @@ class ChunkLayout:
         return tuple(run.length for run in self.runs for _ in range(run.ranks))
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
-        """Shape of `rank`'s chunk, without padding."""
         return (*self.shape[: self.dim], self.length(rank), *self.shape[self.dim + 1 :])
 
     def local_numel(self, rank: int) -> int:
-        """Elements of `rank`'s chunk, without padding."""
         return math.prod(self.local_shape(rank))
 
 

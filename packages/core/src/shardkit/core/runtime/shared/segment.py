@@ -90,25 +90,6 @@ def path_of(fd: int) -> str:
     return f"/proc/{os.getpid()}/fd/{fd}"
 
 
-def _opened(path: str) -> int:
-    """A descriptor of another process's memory file. Raises ConnectionError, also if its size is not fixed."""
-    try:
-        opened = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except OSError as error:
-        raise ConnectionError(
-            f"memory of another rank cannot be opened: {error}; raise the limit on open files (ulimit -n) or set "
-            "SHARDKIT_SHARED_MEMORY=0 on any rank to do without"
-        ) from error
-    try:
-        seals = fcntl.fcntl(opened, fcntl.F_GET_SEALS)
-    except OSError:
-        seals = 0
-    if seals & _SIZE_SEALS != _SIZE_SEALS:
-        os.close(opened)
-        raise ConnectionError("a peer has shared memory whose size is not sealed; all ranks must run the same version")
-    return opened
-
-
 def _refused(error: OSError) -> NoSharedMemoryError:
     return NoSharedMemoryError(
         f"no more memory files are available: {error}. Each parameter group needs one: raise the limit on open files "
@@ -140,8 +121,21 @@ class Mapping:
     """A peer's segment mapped into this process, as long as a tensor over it lives. It keeps no descriptor."""
 
     def __init__(self, path: str) -> None:
-        fd = _opened(path)
         try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise ConnectionError(
+                f"memory of another rank cannot be opened: {error}; raise the limit on open files (ulimit -n) or set "
+                "SHARDKIT_SHARED_MEMORY=0 on any rank to do without"
+            ) from error
+        try:
+            seals = 0
+            with contextlib.suppress(OSError):  # not a memory file
+                seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+            if seals & _SIZE_SEALS != _SIZE_SEALS:
+                raise ConnectionError(
+                    "a peer has shared memory whose size is not sealed; all ranks must run the same version"
+                )
             nbytes = os.fstat(fd).st_size
             self._bytes = torch.from_file(f"/proc/self/fd/{fd}", shared=True, size=nbytes, dtype=torch.uint8)
         finally:
