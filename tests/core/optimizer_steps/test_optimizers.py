@@ -1,10 +1,12 @@
 """Steps of optimizers are noticed whatever has happened to the parameters since they were sharded."""
 
+import copy
 import time
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import Replicate
 
 from shardkit.core import MixedPrecisionPolicy, Owned, fully_shard, materialize, optimizer_step_on_shards
 from tests.support import networked_mesh, on_ranks
@@ -119,3 +121,24 @@ def test_an_optimizer_that_has_to_know_of_sharding(rank: int, world_size: int) -
         optimizer.step()
     optimizer.param_groups[0]["fsdp_in_use"] = True
     optimizer.step()
+
+
+@on_ranks(2)
+def test_adafactor_takes_norms_of_whole_parameters(rank: int, world_size: int) -> None:
+    alone = nn.Linear(4, 6)
+    for vectors in (None, Owned(), Replicate()):
+        model = copy.deepcopy(alone)
+        fully_shard(model, shard_placement_fn=lambda one, place=vectors: Owned() if one.ndim == 2 else place)
+        optimizer = torch.optim.Adafactor(model.parameters())
+        model(torch.ones(2, 4)).sum().backward()
+        if vectors is None:
+            with pytest.raises(RuntimeError, match=r"Adafactor scales each step by norms .*'bias' is sharded"):
+                optimizer.step()
+            continue
+        expected = copy.deepcopy(alone)
+        reference = torch.optim.Adafactor(expected.parameters())
+        expected(torch.ones(2, 4)).sum().backward()
+        for one in (optimizer, reference):
+            one.step()
+        for seen, whole in zip(model.parameters(), expected.parameters(), strict=True):
+            torch.testing.assert_close(seen.full_tensor(), whole.detach())

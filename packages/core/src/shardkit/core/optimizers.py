@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.tensor import Shard
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardkit.core.engine.group import FSDPParamGroup
@@ -16,7 +17,7 @@ from shardkit.core.optimizer_steps.block_steps import steps_by_block
 from shardkit.core.optimizer_steps.plain_steps import STEPS, PlainSteps, plain_steps_of
 from shardkit.core.optimizer_steps.supported import ELEMENTWISE, plain_parameters, steps_by_element
 from shardkit.core.parameters.collect import added_parameters
-from shardkit.core.parameters.param import sharded_counterpart
+from shardkit.core.parameters.param import FSDPParam, sharded_counterpart
 from shardkit.core.torch_compat import is_within_step, no_dynamo
 
 _hooks: list[object] = []
@@ -102,10 +103,9 @@ def _check_gradients(optimizer: torch.optim.Optimizer, known: _Held) -> None:
 def _find_groups(
     optimizer: torch.optim.Optimizer, held: list[torch.Tensor]
 ) -> list[weakref.ReferenceType[FSDPParamGroup]]:
-    groups: dict[FSDPParamGroup, None] = {}
+    params: list[FSDPParam] = []
     for parameter in held:
-        param = sharded_counterpart(parameter)
-        if param is None:
+        if (param := sharded_counterpart(parameter)) is None:
             continue
         if param.sharded_param is not parameter:
             raise RuntimeError(
@@ -113,20 +113,26 @@ def _find_groups(
                 "sharded or while it was unsharded, so its step would change nothing. Build the optimizer after "
                 "fully_shard and not between forward and backward, from model.parameters()"
             )
-        groups[FSDPParamGroup.of(param)] = None
-    _refuse_local_numbers(optimizer, groups)
+        params.append(param)
+    _refuse_local_numbers(optimizer, params)
     if others := {id(parameter) for parameter in held if sharded_counterpart(parameter) is None}:
         _refuse_added(optimizer, others)
-    return [weakref.ref(group) for group in groups]
+    return [weakref.ref(group) for group in dict.fromkeys(map(FSDPParamGroup.of, params))]
 
 
-def _refuse_local_numbers(optimizer: torch.optim.Optimizer, groups: Iterable[FSDPParamGroup]) -> None:
+def _refuse_local_numbers(optimizer: torch.optim.Optimizer, params: Iterable[FSDPParam]) -> None:
     """`item()` of a sum over a DTensor covers only this rank's shard; Prodigy sums over ranks only if told to."""
-    sharded = next((group for group in groups if group.mesh.size > 1), None)
-    if sharded is not None and any(group.get("fsdp_in_use") is False for group in optimizer.param_groups):
+    of_several = [param for param in params if param.mesh.size > 1]
+    if of_several and any(group.get("fsdp_in_use") is False for group in optimizer.param_groups):
         raise RuntimeError(
-            f"{type(optimizer).__name__} has fsdp_in_use=False, and parameter '{sharded.params[0].fqn}' is sharded: "
+            f"{type(optimizer).__name__} has fsdp_in_use=False, and parameter '{of_several[0].fqn}' is sharded: "
             "each rank would estimate a step size of its own. Build the optimizer with fsdp_in_use=True"
+        )
+    cut = next((one for one in of_several if type(one.placement) is Shard and one.mesh.shard_size > 1), None)
+    if cut is not None and isinstance(optimizer, torch.optim.Adafactor):
+        raise RuntimeError(
+            f"torch's Adafactor scales each step by norms of the whole parameter, and '{cut.fqn}' is sharded: each "
+            "rank would take the norms of its shard. Place it on Owned() or Replicate() (docs/how-to/placements.md)"
         )
 
 
