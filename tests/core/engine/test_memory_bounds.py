@@ -1,8 +1,6 @@
 """How much unsharded memory is held and when, to the byte, as the events tell it."""
 
 import sys
-from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any
 
 import pytest
@@ -13,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from shardkit.core import MixedPrecisionPolicy, events, fully_shard
 from shardkit.core.module import groups_of
 from tests.support import on_ranks
-from tests.support.heard import heard
+from tests.support.heard import Memory, heard
 from tests.support.models import Composed
 from tests.support.sharding import shard_each
 from tests.support.twins import assert_equal, local_gradients
@@ -46,49 +44,41 @@ def _chain(depth: int | None = None, root: bool | None = None, **options: Any) -
     return model
 
 
-@dataclass
-class Meter:
-    """Follows unsharded storage while it is open; ``blocks`` and ``root`` are the bytes held now, by parameter."""
+class Meter(Memory):
+    """The unsharded memory of blocks, and of the root, and the prefetches of blocks."""
 
-    blocks: dict[str, int] = field(default_factory=dict)
-    root: dict[str, int] = field(default_factory=dict)
-    peak_bytes: int = 0
-    peak_blocks: int = 0
-    hits: list[str] = field(default_factory=list)
-    misses: list[str] = field(default_factory=list)
-
-    def __enter__(self) -> "Meter":
-        self._subscription = events.subscribe(self)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._subscription.close()
+    def __init__(self) -> None:
+        super().__init__()
+        self.start_phase()
 
     def __call__(self, event: events.Event) -> None:
-        if isinstance(event, events.StorageAllocated | events.StorageFreed) and event.kind == "unsharded":
-            held = self.blocks if event.fqn.startswith("blocks.") else self.root
-            if isinstance(event, events.StorageAllocated):
-                assert event.fqn not in held, f"{event.fqn} was allocated twice"
-                held[event.fqn] = event.bytes
-            else:
-                assert held.pop(event.fqn) == event.bytes
-            self.peak_bytes = max(self.peak_bytes, self.block_bytes)
-            self.peak_blocks = max(self.peak_blocks, len({fqn.rsplit(".", 1)[0] for fqn in self.blocks}))
-        elif isinstance(event, events.PrefetchHit | events.PrefetchMiss) and event.fqn.startswith("blocks."):
+        super().__call__(event)
+        self.peak_bytes, self.peak_blocks = max(self.peak_bytes, self.block_bytes), max(self.peak_blocks, self._blocks)
+        if isinstance(event, events.PrefetchHit | events.PrefetchMiss) and event.fqn.startswith("blocks."):
             (self.hits if isinstance(event, events.PrefetchHit) else self.misses).append(event.fqn)
+
+    def _bytes(self, *, of_blocks: bool) -> int:
+        held = self.held.items()
+        return sum(n for (kind, fqn), n in held if kind == "unsharded" and fqn.startswith("blocks.") is of_blocks)
 
     @property
     def block_bytes(self) -> int:
-        return sum(self.blocks.values())
+        return self._bytes(of_blocks=True)
 
     @property
     def root_bytes(self) -> int:
-        return sum(self.root.values())
+        return self._bytes(of_blocks=False)
+
+    @property
+    def _blocks(self) -> int:
+        return len(
+            {fqn.rsplit(".", 1)[0] for kind, fqn in self.held if kind == "unsharded" and fqn.startswith("blocks.")}
+        )
 
     def start_phase(self) -> None:
         """Forget peaks and prefetches, but not the memory that is still held."""
-        self.peak_bytes, self.peak_blocks = self.block_bytes, len({fqn.rsplit(".", 1)[0] for fqn in self.blocks})
-        self.hits, self.misses = [], []
+        self.peak_bytes, self.peak_blocks = self.block_bytes, self._blocks
+        self.hits, self.misses = list[str](), list[str]()
 
 
 @pytest.mark.parametrize(("world_size", "depth"), [(2, 0), (2, 1), (4, 3)])
@@ -233,7 +223,7 @@ def test_bound_when_the_order_changes(rank: int, world_size: int) -> None:
                 meter.start_phase()
                 loss = model(torch.randn(2, WIDTH)).square().sum()
                 assert meter.peak_bytes <= (depth + 1) * BLOCK_BYTES, f"forward {order} at depth {depth}"
-                assert meter.block_bytes == BLOCK_BYTES, f"forward {order} at depth {depth}: {meter.blocks} left over"
+                assert meter.block_bytes == BLOCK_BYTES, f"forward {order} at depth {depth}: {meter.held} left over"
                 loss.backward()
                 assert meter.peak_bytes <= (depth + 1) * BLOCK_BYTES, f"backward {order} at depth {depth}"
                 assert meter.block_bytes == meter.root_bytes == 0, f"backward {order} at depth {depth}"

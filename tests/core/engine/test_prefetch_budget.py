@@ -3,7 +3,6 @@
 import random
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -11,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shardkit.core import events, fully_shard
+from shardkit.core import fully_shard
 from shardkit.core.module import groups_of
 from tests.support import networked_mesh, on_ranks, rank_mesh
+from tests.support.heard import Memory
 from tests.support.models import Block, Composed
 from tests.support.sharding import shard_each
 from tests.support.twins import assert_equal, batch, local_gradients
@@ -21,37 +21,6 @@ from tests.support.twins import assert_equal, batch, local_gradients
 WIDTH = 7  # no world size but 1 divides it: all shards are uneven
 EVERYTHING = sys.maxsize
 MESHES = {"shared": rank_mesh, "networked": networked_mesh}
-
-
-@dataclass
-class Meter:
-    """The unsharded bytes, and those of packed buffers of gathers, that are held now and were held at most."""
-
-    held: dict[tuple[str, str], int] = field(default_factory=dict)
-    packed: tuple[str, int] | None = None
-    peak: int = 0
-    gathers: list[str] = field(default_factory=list)
-
-    def __call__(self, event: events.Event) -> None:
-        if isinstance(event, events.StorageAllocated) and event.kind == "unsharded":
-            self.held["unsharded", event.fqn] = event.bytes
-        elif isinstance(event, events.StorageAllocated) and event.kind == "packed":
-            self.packed = event.fqn, event.bytes  # a gather's or a reduction's: the next start tells which
-        elif isinstance(event, events.StorageFreed) and event.kind in ("unsharded", "packed"):
-            self.held.pop((event.kind, event.fqn), None)
-        elif isinstance(event, events.ReduceStarted):
-            self.packed = None
-        elif isinstance(event, events.GatherStarted):
-            self.gathers.append(event.fqn)
-            if self.packed is not None:
-                assert self.packed[0] == event.fqn
-                self.held["packed", event.fqn] = self.packed[1]
-                self.packed = None
-        self.peak = max(self.peak, self.now)
-
-    @property
-    def now(self) -> int:
-        return sum(self.held.values())
 
 
 def _needs(model: nn.Module) -> dict[str, int]:
@@ -122,12 +91,12 @@ def _listed(model: Any, rank: int, step: int) -> None:
     _one_forward(model, rank, step)
 
 
-def _train(model: Any, rank: int, step: Step, meter: Meter) -> tuple[list[Tensor], list[int]]:
+def _train(model: Any, rank: int, step: Step, meter: Memory) -> tuple[list[Tensor], list[int]]:
     """Gradients of three steps of SGD, and how many gathers each took."""
     gradients: list[Tensor] = []
     counts: list[int] = []
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    with events.subscribe(meter):
+    with meter:
         for index in range(3):
             before = len(meter.gathers)
             step(model, rank, index)
@@ -145,7 +114,7 @@ def _train(model: Any, rank: int, step: Step, meter: Meter) -> tuple[list[Tensor
 @on_ranks(2)
 def test_budget_is_kept_and_used(rank: int, world_size: int, kind: str, step: Step) -> None:
     mesh = MESHES[kind]((world_size,))
-    expected, plain = _train(_tower(mesh, root=True), rank, step, Meter())
+    expected, plain = _train(_tower(mesh, root=True), rank, step, Memory())
     model = _tower(mesh)
     model(batch(rank, 4, WIDTH))
     need = _needs(model)
@@ -154,7 +123,7 @@ def test_budget_is_kept_and_used(rank: int, world_size: int, kind: str, step: St
     least = root + max(blocks) + max(blocks[:3])
     before = plain
     for budget in (least, least + 1100, root + 2 * sum(blocks), EVERYTHING):
-        meter = Meter()
+        meter = Memory()
         seen, counts = _train(_tower(mesh, budget), rank, step, meter)
         assert meter.peak <= budget, f"{meter.peak} bytes at once, with a budget of {budget}"
         assert_equal(seen, expected, budget)
@@ -180,8 +149,7 @@ def test_a_budget_is_the_number_of_groups_that_fit(rank: int, world_size: int) -
         count = lambda *unused: held.append(sum(g.is_unsharded for g in groups_of(model, recurse=True)))  # noqa: E731, B023
         model[0].register_forward_pre_hook(count)
         for iteration in range(3):
-            meter = Meter()
-            with events.subscribe(meter):
+            with Memory() as meter:
                 model(torch.ones(2, 8, requires_grad=True)).sum().backward()
             assert held.pop() == (room if iteration else 1)
             assert len(meter.gathers) == 6 + (6 - room)
@@ -212,8 +180,7 @@ def test_a_budget_that_is_too_small_names_the_group(rank: int, world_size: int) 
     with pytest.raises(ValueError, match=message):
         model(batch(rank, 4, WIDTH))
     model.reset_iter_state()
-    meter = Meter()
-    with events.subscribe(meter):
+    with Memory() as meter:
         model.set_prefetch_budget(held + 2 * largest)  # a forward that raised leaves nothing behind
         _one_forward(model, rank, 0)
     assert meter.now == 0
@@ -230,8 +197,7 @@ def test_what_the_user_unshards_counts(rank: int, world_size: int) -> None:
     root = need["FSDPComposed"] + need["FSDPComposed: gain"]
     budget = root + need["blocks.0"] + need["blocks.2"] + need["blocks.5"]
     model.set_prefetch_budget(budget)
-    meter = Meter()
-    with events.subscribe(meter):
+    with Memory() as meter:
         handles = [model.blocks[2].unshard(async_op=True), model.blocks[5].unshard(async_op=True)]
         model.blocks[0].unshard(async_op=True)
         with pytest.raises(ValueError, match=r"group 'blocks\.4'.*'blocks\.0', 'blocks\.2', 'blocks\.5'"):
@@ -274,8 +240,7 @@ def test_frozen_groups_that_backward_does_not_need(rank: int, world_size: int) -
             output = model(batch(rank, 4, WIDTH))
             unsharded = [group.label for group in groups_of(model, recurse=True) if group.is_unsharded]
             assert ("blocks.0" in unsharded) is False
-            meter = Meter()
-            with events.subscribe(meter):
+            with Memory() as meter:
                 output.sum().backward()
             assert "blocks.0" not in meter.gathers
 
@@ -311,8 +276,7 @@ def test_a_budget_holds_for_random_models(rank: int, world_size: int) -> None:
         model(batch(rank, 4, WIDTH)).square().mean().backward()
         needs = sorted(_needs(model).values())
         model.set_prefetch_budget(budget := sum(needs[-2:]) + draw.randrange(needs[-1]))
-        meter = Meter()
-        with events.subscribe(meter):
+        with Memory() as meter:
             for step in range(5):
                 draw.shuffle(model.order)
                 _one_forward(model, rank, step)
