@@ -33,11 +33,9 @@ class _Started(Event):
     """A communication of a parameter group was handed to the process group.
 
     `fqn` is the group's label and `fqns` are its parameters. `bytes` counts the full tensors that are gathered or
-    reduced. `wire_bytes` counts the bytes that this rank sends; if the backend chooses the algorithm, one chunk for
-    each peer is counted. `padding_bytes` counts memory without elements, due to uneven chunks, after the unsharded
-    tensors and in the packed buffer. `dtype` is the dtype on the wire (`torch.uint8` for compressed gradients or
-    parameters and for a gather of mixed dtypes). `transport` moves the bytes: "shared", "c10d", "compressed" or
-    "custom".
+    reduced, `wire_bytes` what this rank sends: one chunk for each peer, if the backend chooses the algorithm.
+    `padding_bytes` counts memory without elements, due to uneven chunks. `dtype` is that on the wire (`torch.uint8` for
+    compressed tensors and a gather of mixed dtypes). `transport` is "shared", "c10d", "compressed" or "custom".
     """
 
     fqn: str

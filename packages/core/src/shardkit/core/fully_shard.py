@@ -89,8 +89,7 @@ def fully_shard(
 ) -> Any:
     """Shards the parameters of a module over the ranks of a mesh, in place, and returns it.
 
-    Call it bottom-up, on inner modules first: each call makes one group of the parameters that no earlier call below
-    has taken. A module inside one that is sharded already is refused, if that call took its parameters. A group is
+    Call it bottom-up: each call makes one group of the parameters that no earlier call below has taken. A group is
     gathered before its module's forward and backward, and its gradients are reduced after backward. Sharded parameters
     are DTensors with the placements and local shapes of `torch.chunk`, as stock `fully_shard` makes them.
 

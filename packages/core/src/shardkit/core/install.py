@@ -1,9 +1,8 @@
 """Replaces torch's own FSDP functions by shardkit's, so that trainers use them without being edited.
 
 Replacements are found by identity: every module in `sys.modules` that holds one of stock's functions under any name
-gets ours, and modules imported later find ours in `torch.distributed.fsdp`. Policies and `FSDPModule` stay torch's:
-ours are recognised as them. References outside of module attributes (a default argument, a partial) cannot be found;
-they reach stock's engine, which raises while shardkit is installed.
+gets ours. Policies and `FSDPModule` stay torch's: ours are recognised as them. References outside of module attributes
+(a default argument, a partial) reach stock's engine, which raises while shardkit is installed.
 """
 
 from __future__ import annotations
@@ -72,9 +71,8 @@ def install(*, fsdp1: bool = False, announce: bool = True) -> tuple[str, ...]:
         The dotted names that this call replaced, sorted; empty if all had already been replaced.
 
     Raises:
-        RuntimeError: if torch lacks a name to replace or other software has replaced it, if torch's own engine has
-            sharded a module already, or if `fsdp1` is set and shardkit-legacy-fsdp-compat is not installed. Nothing is
-            replaced then.
+        RuntimeError: if torch lacks a name, other software has replaced it, torch's own engine has sharded a module
+            already, or shardkit-legacy-fsdp-compat is needed and not installed. Nothing is replaced then.
 
     Not collective; call it on all ranks, before the model is sharded.
     """

@@ -92,10 +92,7 @@ def default_mesh() -> DeviceMesh:
 
 
 def data_parallel_mesh(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> DataParallelMesh:
-    """The data-parallel axes of `mesh`: all of a 1-D or 2-D mesh, or those that `dims` names.
-
-    Warns if a 2-D mesh whose axes `dims` does not name has names that contradict HSDP.
-    """
+    """The data-parallel axes of `mesh`: all of a 1-D or 2-D mesh, or those that `dims` names."""
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(
             f"mesh must be a DeviceMesh, got {type(mesh).__name__}; make one with init_device_mesh, or from a process "
@@ -184,10 +181,7 @@ _post_forward_meshes: WeakKeyDictionary[dist.ProcessGroup, dict[int, PostForward
 
 
 def post_forward_mesh(data_parallel: DataParallelMesh, size: int) -> PostForwardMesh | None:
-    """The group of `size` neighbouring ranks to reshard to after forward (collective: it may make a process group).
-
-    Returns None if that is the whole shard group, as with `reshard_after_forward=True`.
-    """
+    """The `size` neighbouring ranks to reshard to after forward, None for all (collective: it may make a group)."""
     shard_size, group = data_parallel.shard_size, data_parallel.shard_group
     if size < 1 or size > shard_size or shard_size % size:
         raise ValueError(

@@ -67,8 +67,7 @@ def optimizer_step_on_shards(optimizer: torch.optim.Optimizer) -> None:
 def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Step pre-hook of every optimizer: finds what would train wrongly, and makes it see plain tensors where it must.
 
-    An optimizer that was built before sharding holds the original parameters, which never get gradients: training would
-    silently do nothing. The same holds for gradients that no backward has reduced, or whose user's writes were lost.
+    An optimizer that was built before sharding holds the original parameters, which never get gradients.
     """
     known = _held_by.get(optimizer)
     steps: PlainSteps | None = optimizer.__dict__.get(STEPS)

@@ -66,10 +66,7 @@ def plain_parameters(optimizer: torch.optim.Optimizer, *, all_shards: bool) -> l
 
 
 def steps_on_empty(optimizer: torch.optim.Optimizer, parameter: DTensor) -> bool:
-    """Whether it steps on the empty tensor of a rank that holds no element of the parameter.
-
-    torch's do, so that all ranks have state for every parameter, as stock's `set_optimizer_state_dict` requires.
-    """
+    """Whether it steps on empty tensors: torch's do, so that all ranks have state, as stock's loading requires."""
     ours = any(map(is_ours, parameter.placements))
     return not ours or steps_by_element(optimizer) or type(optimizer) is torch.optim.Muon
 

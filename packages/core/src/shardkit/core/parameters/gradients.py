@@ -40,12 +40,9 @@ memory, and the C library could not merge those."""
 
 @dataclass(frozen=True)
 class GradientDtype:
-    """The dtypes of one parameter's gradients.
+    """The dtypes of one parameter's gradients: of sums (None: as it is) and of the sharded one (None: as sums).
 
-    Attributes:
-        sums: the dtype of sums; None for the dtype of the gradient.
-        delivered: the dtype of the sharded gradient; None for the dtype of the sum.
-        chosen: the `grad_dtype` that the user has set, which may be None; empty if the user has not.
+    `chosen` has the `grad_dtype` that the user has set, which may be None; it is empty if the user has not.
     """
 
     sums: torch.dtype | None = None

@@ -1,10 +1,9 @@
 """Plans of which rank owns which parameter. They balance the work of an optimizer step and need no communication.
 
 Note [Balance]
-The slowest rank decides how long a step takes. Parameters are assigned in order of falling cost, each to the rank with
-the least work so far; ties go to the rank with the fewest bytes, then to the lowest rank. Every rank computes the same
-plan from shapes alone. Planning a whole model at once (`plan_owners`) balances better than planning each `fully_shard`
-call separately: a later call with a large matrix finds no idle rank.
+Parameters are assigned in order of falling cost, each to the rank with the least work so far; ties go to the rank with
+the fewest bytes, then to the lowest rank. Every rank computes the same plan from shapes alone. A whole model at once
+(`plan_owners`) is balanced better than one `fully_shard` call after the other.
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ Cost = Callable[[torch.Tensor], float]
 def newton_schulz_flops(parameter: torch.Tensor) -> float:
     """Floating-point operations of one iteration of Muon's Newton-Schulz on a matrix `(..., rows, columns)`.
 
-    With sides `m <= n`: `2 m^2 n` for the Gram matrix, `2 m^3` for its square, `2 m^2 n` for the update. A tensor of
-    fewer dims counts one operation per element.
+    With sides `m <= n`: `2 m^2 n` for the Gram matrix, `2 m^3` for its square, `2 m^2 n` for the update; else numel.
     """
     shape = parameter.shape
     if len(shape) < 2:
@@ -153,8 +151,8 @@ def placements_for(model: nn.Module, optimizer_class: type[torch.optim.Optimizer
       owned, except those of `nn.Embedding` and of linear layers of the same shape (the head). These and vectors are
       `Shard(0)`, for a separate optimizer.
     - Optimizers with 8-bit or 4-bit state (torchao's, bitsandbytes'): `Blocks(elements=4096)` if the parameter has a
-      multiple of 4,096 elements. Other parameters are owned, because these optimizers may quantize a part of a tensor
-      where they would not quantize the whole. For LAMB, LARS and AdEMAMix, which read whole parameters, all are owned.
+      multiple of 4,096 elements, else `Owned()`, as a part may be quantized where the whole would not. For LAMB, LARS
+      and AdEMAMix, which read whole parameters, all are owned.
     - Optimizers that update each element by itself, and unknown ones: `Shard(0)`.
 
     Call it before the first `fully_shard`. Parameters that are DTensors already get `Shard(0)`.

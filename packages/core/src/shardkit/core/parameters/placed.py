@@ -3,9 +3,8 @@
 Note [Operators on our placements]
 torch's operators know `Shard`, `Replicate` and `Partial`; with another placement they would guess, or gather with wrong
 sizes. So a `PlacedTensor` runs operators itself. Elementwise operators run on the local tensors, without communication.
-Norms are summed over the ranks, because third-party clipping and loggers need them. Random numbers are drawn for the
-whole tensor, as torch's initialisers want them. All other operators raise with a remedy. Optimizers never use this
-class for owned parameters: they step on plain tensors (`plain_steps.py`).
+Norms are summed over the ranks, for third-party clipping and loggers. Random numbers are drawn for the whole tensor, as
+torch's initialisers want them. All other operators raise. Optimizers step on plain tensors (`plain_steps.py`).
 """
 
 from __future__ import annotations

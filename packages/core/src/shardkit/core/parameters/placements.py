@@ -33,8 +33,7 @@ from shardkit.core.torch_compat import is_plain
 class Owned(Placement):
     """The whole parameter, its gradient and its optimizer state lie on one rank of the shard group.
 
-    For optimizers that need a whole matrix. Their step sees plain tensors on the owner. On the other ranks the
-    parameter has no gradient, so the optimizer skips it. Nothing is communicated.
+    For optimizers that need a whole matrix: their step sees a plain tensor on the owner, and no gradient elsewhere.
 
     Args:
         rank: the owner's rank in the shard group. None: `fully_shard` chooses the rank with the least work so far.
@@ -67,9 +66,8 @@ class Blocks(Placement):
     same blocks on any number of ranks. Each rank holds `ceil(blocks / ranks)` of them; the last ranks may hold fewer or
     none.
 
-    With `elements` the local tensor has the first dims merged into one, as few as leave each block whole rows. An
-    experts' weight of shape `(experts, in, out)` with `elements=out` has local tensors `(rows, out)`. If blocks are not
-    whole rows of any dim, the local tensor is 1-D.
+    With `elements` the local tensor has the first dims merged, as few as leave each block whole rows: an experts'
+    weight `(experts, in, out)` with `elements=out` has local tensors `(rows, out)`. At worst it is 1-D.
 
     Raises:
         ValueError: unless exactly one of `rows` and `elements` is given, and it is at least 1.

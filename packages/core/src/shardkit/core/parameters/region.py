@@ -22,8 +22,7 @@ Box = tuple[slice, ...]
 class Region:
     """The indices of each dim that a rank holds, as runs; the rank holds their outer product.
 
-    There is usually one run per dim. Strided sharding (a dim cut by tensor parallelism first and data parallelism
-    second) leaves several, and an empty shard none::
+    Strided sharding (tensor parallelism cuts a dim first, then data parallelism) leaves several, an empty shard none::
 
         Shard(0) of 10 rows, rank 1 of 4     runs ((3, 6),)
         the same, rank 3 of 8                runs ()
@@ -83,11 +82,10 @@ class Region:
 
 @dataclass(frozen=True)
 class MergedRegion(Region):
-    """Rows `start` to `stop` (exclusive) of a box of the tensor, with its first `merged` dims merged into one.
+    """Rows `start` to `stop` (exclusive) of a box of the tensor (`runs`), with its first `merged` dims merged into one.
 
-    `runs` are the box: one run per dim. The rank's piece has one dim for the merged ones, so its boxes have fewer dims
-    than those of the tensor; there are several if it begins or ends within a merged dim. If all dims are merged, a row
-    is one element.
+    The rank's piece has one dim for the merged ones, so its boxes have fewer dims than those of the tensor; there are
+    several if it begins or ends within a merged dim.
     """
 
     merged: int
