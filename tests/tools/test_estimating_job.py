@@ -1,19 +1,23 @@
-"""The part of a job that a rank holds, and in which dtypes: axes of a mesh, owners, masters, float8."""
+"""Jobs: the part that a rank holds and its dtypes, by the axes of a mesh and owners; and jobs that are refused."""
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from shardkit.core import fully_shard
 from shardkit.core.torch_compat import GRAD_DTYPE_DECIDES
-from shardkit.tools import Estimate, Policies, TrainingJob, estimate_job
+from shardkit.tools import Estimate, EstimateError, Policies, TrainingJob, estimate, estimate_job
 from shardkit.tools.command import main
 from shardkit.tools.estimating.hf import cut_projections
 from shardkit.tools.estimating.job import Precision, muon, muon_placements
 from shardkit.tools.estimating.trace import Ran
 from shardkit.tools.machine import MachineError
+from tests.support.models import Composed
 from tests.tools.llama_shaped import LlamaShaped, few_tokens
 
 JOB = TrainingJob(partial(LlamaShaped, 32, 64, 160, 4, 4, 2), few_tokens, tensor_parallel=cut_projections)
@@ -88,7 +92,7 @@ def test_each_rank_holds_what_it_owns():
 
 def test_a_plan_keeps_the_placements(tmp_path, capsys):
     code = tmp_path / "shard.py"
-    arguments = ["tests.tools.test_estimating_meshes:OWNED", "--world-size", "2", "--most-micro-batch", "2"]
+    arguments = ["tests.tools.test_estimating_job:OWNED", "--world-size", "2", "--most-micro-batch", "2"]
     assert main(["plan", *arguments, "--count", "1", "--write", str(code)]) == 0
     text = code.read_text()
     assert "placements = placements_for(model, torch.optim.Muon)" in text
@@ -97,7 +101,7 @@ def test_a_plan_keeps_the_placements(tmp_path, capsys):
 
 
 def test_muon_needs_placements(capsys):
-    name = "tests.tools.test_estimating_meshes:"
+    name = "tests.tools.test_estimating_job:"
     arguments = [f"{name}model", "--vocabulary", "128", "--sequence", "16", "--world-size", "4", "--optimizer", "muon"]
     assert main(["estimate", *arguments]) == 2
     assert "add --placements auto" in capsys.readouterr().err
@@ -166,3 +170,74 @@ def test_float8_gathers_a_byte_for_each_element_and_has_a_rate_of_its_own():
         assert {each.dtype.itemsize for each in ran if each.flops} == {1 if enabled else 2}
     with pytest.raises(MachineError, match="FLOP/s in float8_e4m3fn"):
         estimate_job(replace(job, policies=wrapped), 8, "a100")
+
+
+def routed() -> nn.Module:
+    return Composed(lambda m, x: m.expert(x[x.sum(-1) > 0]), expert=nn.Linear(4, 4))
+
+
+def linear() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+
+def four() -> Tensor:
+    return torch.ones(3, 4)
+
+
+def broken() -> nn.Module:
+    raise FileNotFoundError("weights.bin")
+
+
+def sharded(mesh: DeviceMesh) -> nn.Module:
+    return fully_shard(linear(), mesh=mesh)
+
+
+def reads_loss(model, optimizer, batch) -> None:
+    loss = model(batch).sum()
+    loss.backward()
+    assert loss.item() == 1
+    optimizer.step()
+
+
+WRONG = partial(torch.ones, 3, 5)
+BF16, BLOCKS = Policies(param_dtype=torch.bfloat16), Policies(wrap=("Block",))
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs", "options", "message"),
+    [
+        (broken, four, {}, r"building the model raised FileNotFoundError in line \d+ of .*: weights\.bin"),
+        (routed, four, {"mesh": 2}, r"(?s)called in forward of ''.*shape depends on data"),
+        (linear, WRONG, {"mesh": 2}, "an iteration raised "),
+        (sharded, four, {"mesh": 2, "policies": BF16}, "the model comes sharded"),
+        *((linear, four, {"mesh": mesh}, "cannot be simulated") for mesh in (0, 16_385, {"dp": 0}, {})),
+        (linear, four, {"mesh": {"pp": 2, "dp_shard": 4}}, "the axis 'pp' of the mesh is not known; expected dp_repl"),
+        (linear, four, {"mesh": {"dp_shard": 4, "ep": 2}}, "the axis 'ep' of the mesh is not known"),
+        (linear, four, {"mesh": {"replica": 2, "shard": 4}}, "the axis 'replica' of the mesh is not known"),
+        (linear, four, {"mesh": {"dp": 2, "dp_shard": 4}}, "'dp' and 'dp_shard' mean the same"),
+        (linear, four, {"mesh": {"dp_shard": 4, "tp": 2}}, "the axis 'tp' needs a plan"),
+        (linear, four, {"mesh": 2, "rank": 2}, "no rank 2 among 2 ranks"),
+        (linear, four, {"mesh": 2, "policies": BLOCKS}, "no module has the FQN or class name 'Block'"),
+    ],
+)
+def test_what_cannot_be_estimated_is_told(model: Any, inputs: Any, options: dict[str, Any], message: str):
+    with pytest.raises(EstimateError, match=message):
+        estimate(model, inputs, **options)
+
+
+def test_a_value_that_is_read_is_made_up_and_noted():
+    found = estimate(linear, four, mesh=2, step=reads_loss)
+    assert any("was read in between" in note for note in found.notes)
+
+
+def test_a_factory_that_shards_the_model_names_axes_freely():
+    assert estimate(sharded, four, mesh={"replicas": 2, "shards": 2}).axes == {"replicas": 2, "shards": 2}
+    assert estimate(sharded, four, mesh=2).parameters == 40
+
+
+def test_an_estimate_that_failed_leaves_the_process_clean():
+    with pytest.raises(EstimateError):
+        estimate(linear, WRONG, mesh=2)
+    assert not torch.distributed.is_initialized()
+    assert type(torch.ones(1)) is torch.Tensor
+    assert estimate(linear, four, mesh=2).peak.bytes > 0
