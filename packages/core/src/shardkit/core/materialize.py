@@ -1,9 +1,8 @@
 """`materialize`: memory and initial values for a model that was built on the meta device and then sharded.
 
 Note [Marked memory]
-Fresh memory is filled with NaN, or in whole numbers of two and more bytes with one that no model uses. An element that
-still has the mark when its initialiser has run was not written. Numbers of one byte have none to spare: they are zeros,
-and count as written if an initialiser has run for the module, or for one around it.
+Fresh memory is filled with NaN, or whole numbers of two and more bytes with one that no model uses: an element that
+still has it was not written. Numbers of one byte are zeros, and count as written if an initialiser has run.
 """
 
 from __future__ import annotations

@@ -43,9 +43,8 @@ def optimizer_step_on_shards(optimizer: torch.optim.Optimizer) -> None:
     """Makes `optimizer.step()` update the plain shards of its DTensor parameters, at the cost of plain tensors.
 
     The results are the same to the last bit, and state dicts do not change. It supports torch's element-wise
-    optimizers, and those of bitsandbytes and torchao with 8-bit or 4-bit state; bitsandbytes' require it. Others
-    (Adafactor, Muon, LBFGS) read whole parameters. A closure sees DTensors. A second call changes nothing. Not
-    collective.
+    optimizers, and those of bitsandbytes and torchao with 8-bit or 4-bit state; bitsandbytes' require it. A closure
+    sees DTensors. A second call changes nothing. Not collective.
 
     Raises:
         TypeError: for any other optimizer, including subclasses, which may do anything.
@@ -57,7 +56,7 @@ def optimizer_step_on_shards(optimizer: torch.optim.Optimizer) -> None:
         raise TypeError(
             f"{type(optimizer).__name__} is not known to update each element by itself; optimizer_step_on_shards takes "
             f"{names} of torch.optim, and of bitsandbytes and torchao those that step block by block. Call step() "
-            "without it: DTensor operators are right for every optimizer"
+            "without it, on DTensors"
         )
     _on_shards.add(optimizer)
     watch_optimizers()

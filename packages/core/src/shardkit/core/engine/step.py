@@ -49,13 +49,7 @@ from shardkit.core.parameters.collect import STATE
 from shardkit.core.parameters.param import param_over
 from shardkit.core.policies import MixedPrecisionPolicy
 from shardkit.core.stock_names import STATE_NAMES, answers_stock_names
-from shardkit.core.tensors import (
-    cast_floating,
-    map_tensors,
-    reachable_tensors,
-    tensors_in,
-    tensors_kept_by,
-)
+from shardkit.core.tensors import cast_floating, map_tensors, reachable_tensors, tensors_in, tensors_kept_by
 from shardkit.core.torch_compat import (
     base_of,
     current_backward,
@@ -96,11 +90,7 @@ class FSDPState:
     """
 
     def __init__(
-        self,
-        modules: tuple[nn.Module, ...],
-        device: torch.device,
-        mp_policy: MixedPrecisionPolicy,
-        auto_reshard: bool,
+        self, modules: tuple[nn.Module, ...], device: torch.device, mp_policy: MixedPrecisionPolicy, auto_reshard: bool
     ) -> None:
         self.modules = tuple(weakref.ref(module) for module in modules)
         self.device = device
