@@ -13,7 +13,6 @@ _SAMPLES = 1024
 
 
 def number_of(data: bytes | memoryview) -> int:
-    """A 60-bit number for some bytes."""
     return int.from_bytes(hashlib.sha256(data).digest()[:8], "little") >> 4
 
 

@@ -45,8 +45,6 @@ _HOMES = (_PACKAGE, f"{_PACKAGE}._fully_shard", f"{_PACKAGE}._fully_shard._fully
 
 @dataclass
 class _Installation:
-    """The replacements that are installed in this process."""
-
     replacements: list[tuple[Any, Any]] = field(default_factory=list)  # (theirs, ours)
     fsdp1: bool = False
     undo: list[Callable[[], None]] = field(default_factory=list)

@@ -67,7 +67,6 @@ class DataParallelMesh:
         return DataParallelMesh(self.mesh, None, axes + self.replicate_axes, self.named, self.whole)
 
     def placements(self, cut: Placement | None) -> tuple[Placement, ...]:
-        """Placements of a parameter cut by `cut`; None (0-dim parameters): replicated."""
         placements: list[Placement] = [Replicate()] * self.mesh.ndim
         if cut is not None and self.shard_axis is not None:
             placements[self.shard_axis] = cut
@@ -117,21 +116,17 @@ def data_parallel_mesh(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> D
             f"a 2-D mesh for HSDP needs axis names, got {mesh}; "
             'use init_device_mesh(..., mesh_dim_names=("dp_replicate", "dp_shard"))'
         )
-    _warn_of_other_axes(*mesh.mesh_dim_names)
-    return DataParallelMesh(mesh, shard_axis=1, replicate_axes=(0,))
-
-
-def _warn_of_other_axes(first: str, second: str) -> None:
-    """Warns if the names of a 2-D mesh say that it is not meant for replicas over the first axis."""
-    others = {"cp", "tp", "ep", "pp", "sp"}
+    first, second = mesh.mesh_dim_names
+    others = {"cp", "tp", "ep", "pp", "sp"}  # names that say that the first axis is not meant for replicas
     if "shard" in first or "fsdp" in first or "replic" in second or others.intersection((first, second)):
         warnings.warn(
             f"fully_shard replicates parameters over '{first}' and shards them over '{second}', as a 2-D mesh stands "
             "for HSDP. If that is not meant, name the data-parallel axes, for example dp_mesh_dims="
             f"DataParallelMeshDims(shard=('{first}', '{second}')) or DataParallelMeshDims(shard='{first}'), or pass "
             f"mesh[\"{first}\"]; if it is, pass DataParallelMeshDims(replicate='{first}', shard='{second}')",
-            stacklevel=4,
+            stacklevel=3,
         )
+    return DataParallelMesh(mesh, shard_axis=1, replicate_axes=(0,))
 
 
 def _named_axes(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DataParallelMesh:
@@ -170,7 +165,6 @@ def groups_of_copies(tensor: torch.Tensor) -> list[dist.ProcessGroup]:
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:
-    """The device of this rank on `mesh`: the CPU, or the current device of the mesh's type."""
     if mesh.device_type == "cpu":
         return torch.device("cpu")
     return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())

@@ -183,7 +183,7 @@ def _placements_of_scales(parameter: DTensor, block: int) -> list[Placement] | N
 
 
 def _largest_shard(parameter: DTensor) -> int:
-    """Elements of the largest shard; an upper bound if several axes of the mesh cut the parameter."""
+    """An upper bound if several axes of the mesh cut the parameter."""
     largest = parameter.numel()
     for axis, placement in enumerate(parameter.placements):
         if isinstance(placement, Shard) and parameter.shape[placement.dim]:

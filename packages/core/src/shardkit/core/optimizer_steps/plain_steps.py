@@ -189,7 +189,6 @@ class PlainSteps:
         return (args, {**kwargs, "closure": run}) if by_name else ((args[0], run, *args[2:]), kwargs)
 
     def _lend(self, optimizer: torch.optim.Optimizer) -> None:
-        """Replaces the parameters by their plain twins, with gradients and state."""
         params_of = [group["params"] for group in optimizer.param_groups]
         twins: dict[int, Twin] = {}
         for one in chain.from_iterable(params_of):
@@ -254,13 +253,11 @@ class PlainSteps:
         """Moves new state of parameters, before it has values, to where their state lies: nowhere else, here."""
 
     def forget_joined(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-        """Load state dict pre-hook."""
         for twin in self._twins.values():
             twin.joined.clear()
 
 
 def plain_steps_of(optimizer: torch.optim.Optimizer, *, make: bool = False) -> PlainSteps | None:
-    """The plain steps of an optimizer, None if it never had any."""
     steps: PlainSteps | None = optimizer.__dict__.get(STEPS)
     if steps is None and make:
         use_steps(optimizer, steps := PlainSteps())

@@ -96,7 +96,6 @@ def _lists_several_meshes(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _refuse_mixed_lists(optimizer: torch.optim.Optimizer, plain: Sequence[DTensor]) -> None:
-    """Refuses plain tensors together with DTensors, which torch's foreach and fused operators do not accept."""
     if not isinstance(optimizer, _TAKES_LISTS):
         return
     known = set(map(id, plain))
@@ -120,10 +119,7 @@ def _known_to_step_alone() -> frozenset[str]:
 
 
 def _refuse_joined_steps(optimizer: torch.optim.Optimizer, owned: Sequence[DTensor]) -> None:
-    """Refuses optimizers that may combine parameters or communicate: they would see only this rank's parameters.
-
-    A subclass of a known class is not known: it may do anything.
-    """
+    """A subclass of a known class is not known: it may do anything."""
     kind, owned_elsewhere = type(optimizer), next((one for one in owned if one.device_mesh.size() > 1), None)
     if owned_elsewhere is None or getattr(optimizer, "steps_each_parameter_alone", False):
         return

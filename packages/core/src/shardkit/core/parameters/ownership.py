@@ -68,11 +68,9 @@ class OwnerPlan:
         self._plans: dict[int, tuple[list[int], list[Weight]]] = {}
 
     def owners(self, world_size: int) -> list[int]:
-        """The owner of each parameter of `names` among `world_size` ranks."""
         return self._planned(world_size)[0]
 
     def owner(self, parameter: torch.Tensor, world_size: int) -> int | None:
-        """The owner of one parameter; None if the plan does not contain it."""
         number = self._numbers.get(parameter)
         return None if number is None else self.owners(world_size)[number]
 

@@ -632,7 +632,6 @@ class FSDPParam:
             local_of(self.sharded_param.grad).zero_()
 
     def forget_gradients(self) -> None:
-        """Drops gradients that have yet to be reduced."""
         self.accumulated = self.partial = None
         if self.unsharded_param is not None:
             self.unsharded_param.grad = None

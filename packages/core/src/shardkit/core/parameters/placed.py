@@ -188,7 +188,6 @@ def _first(args: Sequence[Any]) -> PlacedTensor:
 
 
 def _alike(one: Any, other: Any) -> bool:
-    """Whether the elements of two tensors lie in the same places."""
     if not isinstance(one, DTensor) or not isinstance(other, DTensor) or one.device_mesh != other.device_mesh:
         return False
     return one.shape == other.shape and tuple(one.placements) == tuple(other.placements)

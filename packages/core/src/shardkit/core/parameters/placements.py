@@ -46,8 +46,7 @@ class Owned(Placement):
         super().__init__()
         if rank is not None and (not isinstance(rank, int) or rank < 0):
             raise ValueError(f"Owned(rank={rank!r}): expected a rank of the shard group, counted from 0, or None")
-        object.__setattr__(self, "rank", rank)
-        object.__setattr__(self, "plan", plan)
+        vars(self).update(rank=rank, plan=plan)  # frozen
 
     def __reduce__(self) -> Any:
         return Owned, (self.rank,)
@@ -83,8 +82,7 @@ class Blocks(Placement):
         size = elements if rows is None else rows
         if not isinstance(size, int) or size < 1:
             raise ValueError(f"Blocks: a block has {size!r} {'elements' if rows is None else 'rows'}; expected >= 1")
-        object.__setattr__(self, "rows", rows)
-        object.__setattr__(self, "elements", elements)
+        vars(self).update(rows=rows, elements=elements)  # frozen
 
     def __reduce__(self) -> Any:
         return _blocks, (self.rows, self.elements)

@@ -190,7 +190,6 @@ def _differ(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _check_replacement(param: FSDPParam, parameter: torch.Tensor) -> None:
-    """Raises ValueError if the user's replacement of a sharded parameter cannot stand for it."""
     fqn, shape, old = param.fqn, param.form.shape, cast(DTensor, param.sharded_param)
     if not isinstance(parameter, DTensor):
         raise ValueError(
