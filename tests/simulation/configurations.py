@@ -134,6 +134,12 @@ def _unshard_here_compute_there(run: Run) -> None:
     _on_a_side_stream(run)
 
 
+def _unshard_before_the_step(run: Run) -> None:
+    """Shards are on their way when the optimizer writes to them; the gathers are repeated."""
+    whole_step(run)
+    unshard_ahead(run.model)
+
+
 def _unshard_by_hand(run: Run) -> None:
     for handle in unshard_ahead(run.model):
         handle.wait()
@@ -441,6 +447,8 @@ CONFIGURATIONS: list[Scenario] = [
         coalescing=False,
     ),
     configuration("unshard by hand", step=_unshard_by_hand),
+    configuration("unshard before the step", step=_unshard_before_the_step),
+    configuration("CPU offload, unshard before the step", offload={}, step=_unshard_before_the_step),
     configuration("the optimizer steps while blocks are gathered", step=_step_while_gathering),
     configuration("pipeline stages", blocks=(ODD,) * 6, stages=2, step=pipelined),
     configuration("evaluation between", step=_evaluate_between),

@@ -4,7 +4,7 @@
 unsharded parameters on the modules (UNSHARDED). `reshard` registers the sharded ones and frees the memory (SHARDED, or
 KEPT with this rank's part for a smaller group), or leaves it CACHED, to be taken back by the next `unshard` or freed
 when others need room: room.py, Note [Room]. All three do nothing when there is nothing to do. `_MOVES` has all
-transitions, and `free` is the only place that frees memory.
+transitions. Unsharded memory is freed by `free`, and by a parameter that gets another shard.
 """
 
 from __future__ import annotations
@@ -646,6 +646,8 @@ class FSDPParamGroup:
             if self.residence is Residence.GATHERING and self.ticket is not None:
                 self.ticket.wait()  # a gather under way reads the shards, and so do peers
                 schedule.context.wait_until_peers_have_read()
+                if self.offloaded and schedule.context.gathers.has_streams:  # and copies do, which the host overtakes
+                    torch.get_device_module(self.device).current_stream().synchronize()
         check_gradients(self.params)
         if self._accumulating or not self.settings.reduce_grads or self.backward_users or self.was_left:
             missed = None

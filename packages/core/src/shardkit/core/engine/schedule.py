@@ -168,10 +168,8 @@ class CommContext:
     ) -> list[torch.Tensor]:
         """`sources` on the device, those from the host in their dtypes; the gather lane waits for copies from the host.
 
-        Shards that lie one after the other take one copy. `cast` has all of them so, in the dtype of the gather.
-
-        Copies overlap with the previous gather: they wait until it has read its own sources, whose memory is dropped
-        when it is queued.
+        Shards that lie one after the other take one copy. `cast` has all of them so, in the dtype of the gather. Copies
+        overlap with the previous gather, once it has read its own sources, whose memory is dropped when it is queued.
         """
         if self.device.type == "cpu" or all(source.device.type != "cpu" for source in sources):
             return list(sources)

@@ -29,10 +29,8 @@ class GroupSettings:
 
     Attributes:
         post_forward_mesh: the subgroup that holds the parameters between forward and backward, or None.
-        communication: how its bytes are sent, from the next gather on, and with the reductions after it.
         keep_unsharded_storage: whether resharding keeps the unsharded storage's memory, so its addresses never change.
         max_reduce_inputs: number of groups whose unsharded gradients may be in reduction at once.
-        gradient_divide_factor: None for the number of data-parallel ranks.
         native_all_reduce: False if `all_reduce_hook` itself combines replicas.
         all_reduce_hook: runs on flat reduced gradients, in place, on `all_reduce_hook_stream` if there is one.
     """

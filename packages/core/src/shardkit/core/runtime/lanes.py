@@ -23,7 +23,8 @@ from shardkit.core import events
 from shardkit.core.torch_compat import set_grad_enabled
 
 Works: TypeAlias = Sequence[Any]
-"""c10d's works, or postings of the shared-memory transport: their `wait` raises if one failed. None: it has ended."""
+"""c10d's works, or postings of the shared-memory transport. None: it has ended. `wait` raises if one failed, also if
+called again; on streams it lets the current stream wait, not the host."""
 
 Program: TypeAlias = Generator[Works, None, None]
 """Launches communication, yields the works it waits on, continues with local work once they are done, may launch and
@@ -333,6 +334,7 @@ class StreamLane:
         return self._module.current_stream(self.device)
 
     def current_event(self) -> Any:
+        """Behind what is queued on the current stream, which is this lane's only in `owning_memory`."""
         return self.current_stream().record_event()
 
     def owning_memory(self) -> contextlib.AbstractContextManager[Any]:

@@ -109,7 +109,7 @@ class Mean:
 
 
 class Transport(ABC):
-    """Moves the items of plans between the ranks of one process group: `collective`, `shared`, ...
+    """Moves the items of plans between the ranks of one process group; `transport_for` in choice.py selects one.
 
     Attributes:
         name: its name in events.
