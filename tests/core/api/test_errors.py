@@ -385,6 +385,27 @@ def test_optimizer_built_too_early(rank: int, world_size: int) -> None:
         during.step()
 
 
+@on_ranks(2)
+def test_optimizer_of_parameters_that_a_load_has_replaced(rank: int, world_size: int) -> None:
+    model = _mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    _step(model)
+    optimizer.step()
+    # Replaced for a while only: the next step is as before.
+    with torch.no_grad():
+        others = {name: one.detach().clone() for name, one in model.named_parameters()}
+        torch.func.functional_call(model, others, (torch.ones(2, 5),))
+    optimizer.step()
+    _step(model)
+    optimizer.step()
+
+    model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+    _step(model)
+    with pytest.raises(RuntimeError, match=r"'inp\.weight'.*that load_state_dict\(assign=True\) has replaced"):
+        optimizer.step()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
 # -- state dicts -------------------------------------------------------------------------------------------------------
 
 

@@ -64,10 +64,7 @@ def optimizer_step_on_shards(optimizer: torch.optim.Optimizer) -> None:
 
 @no_dynamo
 def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Step pre-hook of every optimizer: finds what would train wrongly, and makes it see plain tensors where it must.
-
-    An optimizer that was built before sharding holds the original parameters, which never get gradients.
-    """
+    """Step pre-hook of every optimizer: finds what would train wrongly; makes it see plain tensors where it must."""
     known = _held_by.get(optimizer)
     steps: PlainSteps | None = optimizer.__dict__.get(STEPS)
     if steps is not None and steps.is_lent:
@@ -76,7 +73,7 @@ def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
         steps.give_back(optimizer)
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     lists = [(group.get("foreach"), group.get("fused")) for group in optimizer.param_groups]
-    identities = [*lists, *map(id, held)]
+    identities = [FSDPParam.replaced, *lists, *map(id, held)]
     if known is None or known.identities != identities:
         groups = _find_groups(optimizer, held)
         plain = plain_parameters(optimizer, all_shards=optimizer in _on_shards)
@@ -102,14 +99,14 @@ def _find_groups(
     optimizer: torch.optim.Optimizer, held: list[torch.Tensor]
 ) -> list[weakref.ReferenceType[FSDPParamGroup]]:
     params: list[FSDPParam] = []
-    for parameter in held:
-        if (param := sharded_counterpart(parameter)) is None:
+    for one in held:
+        if (param := sharded_counterpart(one)) is None:
             continue
-        if param.sharded_param is not parameter:
+        if param.sharded_param is not one and one not in {slot.get() for slot in param.slots} - {param.unsharded_param}:
             raise RuntimeError(
                 f"this {type(optimizer).__name__} holds a plain tensor for parameter '{param.fqn}', from before it was "
-                "sharded or while it was unsharded, so its step would change nothing. Build the optimizer after "
-                "fully_shard and not between forward and backward, from model.parameters()"
+                "sharded or while it was unsharded, or one that load_state_dict(assign=True) has replaced, so its step "
+                "would change nothing. Build it after fully_shard and such loads, not between forward and backward"
             )
         params.append(param)
     _refuse_local_numbers(optimizer, params)

@@ -187,6 +187,8 @@ class FSDPParam:
     `placement` of None replicates it, as every 0-dim one. `device` is that of the unsharded parameter.
     """
 
+    replaced = 0  # how often a sharded parameter of the process was: optimizers may hold the one before
+
     def __init__(
         self,
         original: nn.Parameter,
@@ -246,8 +248,8 @@ class FSDPParam:
 
         One that is loaded brings values, and not its `grad_dtype` in the place of one that the user has set.
         """
-        old = cast(DTensor, self.sharded_param)
-        take_meaning(cast(DTensor, parameter), old)
+        FSDPParam.replaced += 1
+        take_meaning(cast(DTensor, parameter), cast(DTensor, self.sharded_param))
         _became[self.sharded_param] = weakref.ref(self)  # an optimizer may hold it still
         _became.pop(parameter, None)  # where one that was replaced comes back
         if not (loading and self.gradient_dtype.chosen):
