@@ -124,7 +124,7 @@ def test_inner_modules_come_too_late(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_inner_modules_that_may_come_later(rank: int, world_size: int) -> None:
-    """The call around them has not taken their parameters: ignored, added later, or of no parameters."""
+    """No call around them has taken their parameters: ignored, added later, none, or taken by a call beside them."""
     ignored = _nested()
     fully_shard(ignored, ignored_params=set(ignored[0].parameters()))
     added = fully_shard(_nested())
@@ -139,12 +139,13 @@ def test_inner_modules_that_may_come_later(rank: int, world_size: int) -> None:
     fully_shard(adapter[0])
     adapter(torch.ones(2, 4)).sum().backward()
     assert all(isinstance(layer.weight.grad, DTensor) for layer in adapter[0])
-    shared = nn.Linear(4, 4)
-    blocks = nn.Sequential(nn.Sequential(shared, nn.Linear(4, 4)), nn.Sequential(shared, nn.Linear(4, 4)))
-    for block in (*blocks, blocks):
-        fully_shard(block)
-    blocks(torch.ones(2, 4)).sum().backward()
-    assert isinstance(shared.weight.grad, DTensor)
+    for beside in ([nn.Linear(4, 4), nn.Linear(4, 4)], [nn.ReLU(), nn.ReLU()]):
+        shared = nn.Linear(4, 4)
+        blocks = nn.Sequential(*(nn.Sequential(shared, one) for one in beside))
+        for block in (*blocks, blocks):
+            fully_shard(block)
+        blocks(torch.ones(2, 4)).sum().backward()
+        assert isinstance(shared.weight.grad, DTensor)
 
 
 @on_ranks(4)

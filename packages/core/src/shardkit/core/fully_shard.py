@@ -199,15 +199,14 @@ def _reshard_setting(value: bool | int | None, mesh: DataParallelMesh) -> tuple[
 
 
 def _refuse_inside_sharded(modules: Sequence[nn.Module], managed: Managed) -> None:
-    """Refuses a module whose parameters are in the group of a module around it, unless it brings others.
-
-    An adapter around a sharded layer does. A tie that was assigned later is in no slot of that group.
-    """
+    """Refuses a module whose parameters are in the group of a module around it, unless it brings others (adapters)."""
     new = {id(holder) for one in managed.parameters for holder, _ in one.holders}
     if any(id(below) in new for module in modules for below in module.modules()):
         return
-    for param, slots in managed.ties:
-        if any(slot in param.slots for slot in slots):
+    around = (one() for param, _ in managed.ties for user in FSDPParamGroup.of(param).users for one in user.modules)
+    inside = {below for outer in around if outer is not None for below in outer.modules()}
+    for param, slots in managed.ties:  # a tie that was assigned later is in no slot of the group
+        if inside.intersection(modules) and any(slot in param.slots for slot in slots):
             raise ValueError(
                 f"parameter '{param.fqn}' of this {type(modules[0]).__name__} is already in the group of a module "
                 "around it. Call fully_shard on inner modules first, then on the modules around them"
