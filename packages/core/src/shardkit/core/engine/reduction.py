@@ -66,7 +66,7 @@ def take_gradients(
     found: list[FSDPParam] = []
     gradients: list[torch.Tensor] = []
     for param in params:
-        gradient = param.take_gradient(settings.reduce_unused_params, settings.all_reduce_grads)
+        gradient = param.take_gradient(settings.reduce_unused_params, settings.all_reduce_grads, alike)
         if gradient is None:
             continue
         if gradient.layout is not torch.strided:

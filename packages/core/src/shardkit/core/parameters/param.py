@@ -564,10 +564,11 @@ class FSDPParam:
                 "module, which drops it"
             )
 
-    def take_gradient(self, zeros_if_unused: bool, all_reduces: bool) -> torch.Tensor | None:
+    def take_gradient(self, zeros_if_unused: bool, all_reduces: bool, alike: bool) -> torch.Tensor | None:
         """The plain full gradient to reduce, which this object then drops; None if backward left none.
 
         Zeros if it left none and a partial sum is to be all-reduced now, also if the parameter was frozen meanwhile.
+        `alike`: in the dtype of sums, where some were accumulated.
         """
         parameter, gradient = self.unsharded_param, None
         if parameter is not None:
@@ -578,8 +579,8 @@ class FSDPParam:
             if fresh is not None:
                 gradient += fresh
         elif zeros_if_unused or waits:  # ranks send zeros or gradients, of the dtype that autograd leaves
-            asked = self.gradient_dtype.sums if parameter is None else parameter.grad_dtype
-            dtype = self.dtype if asked is None or self.may_defer else asked
+            asked = self.gradient_dtype.sums if parameter is None or alike else parameter.grad_dtype
+            dtype = self.dtype if asked is None or (self.may_defer and not alike) else asked
             if gradient is not None:
                 gradient = gradient.to(dtype)
             elif waits or (parameter is not None and parameter.requires_grad):
