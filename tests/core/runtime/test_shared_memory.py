@@ -30,6 +30,7 @@ from shardkit.core.runtime.shared.neighbours import Neighbours, Table
 from shardkit.core.runtime.shared.transport import SharedTransport
 from tests.core.runtime.cases import CASES, CPU, flats_for, gather_plan, transport
 from tests.support import RankFailure, on_ranks, rank_mesh, run_ranks
+from tests.support.meshes import impatient_mesh
 from tests.support.models import Composed
 from tests.support.sharding import shard_children, shard_each
 from tests.support.waiting import await_file
@@ -434,9 +435,22 @@ def test_ranks_at_different_groups_are_told_so(rank: int, world_size: int) -> No
     plan = gather_plan(CASES["small"], transport("shared"), f"blocks.{rank}")
     sources = [torch.ones(item.layout.local_shape(rank)) for item in plan.items]
     other = 1 - rank
-    told = f"rank {other} of the group is at 'blocks.{other}' where this rank is at 'blocks.{rank}'"
+    told = f"rank {other} of the group is at the gather of 'blocks.{other}' where this rank is at the gather of 'blocks"
     with pytest.raises(RuntimeError, match=told):
         make_lane(CPU, "all-gather").start(plan.transport.gather(plan, sources, flats_for(plan)), plan.label).wait()
+
+
+@on_ranks(2, isolated=True)
+def test_a_gather_is_not_taken_for_a_reduction_without_gradients(rank: int, world_size: int) -> None:
+    model = nn.Linear(4, 4)
+    fully_shard(model, mesh=impatient_mesh())
+    if rank == 1:  # whose next gather meets the reduction of the other
+        with torch.no_grad():
+            model(torch.ones(1, 4))
+    places = ["the reduction", "the gather"]
+    told = f"at {places[1 - rank]} of 'FSDPLinear' where this rank is at {places[rank]} of 'FSDPLinear'; all ranks must"
+    with pytest.raises(RuntimeError, match=told):
+        model(torch.ones(1, 4)).sum().backward()
 
 
 @on_ranks(2, isolated=True)

@@ -186,7 +186,6 @@ class Neighbours:
         return posting
 
     def release(self, number: int) -> None:
-        """Sends the RELEASE of an operation."""
         for peer in self.peers:
             if self._posted[peer].pop(number, None) is None:
                 self._unwanted[peer].add(number)  # abandoned before the peer came
@@ -198,18 +197,19 @@ class Neighbours:
         deadline = time.monotonic() + self._timeout
         self._wait_until_sent(_POST, own.number, deadline)
         tables: list[PeerTable | None] = [None] * self._size
-        label, gradients = own.table.label, own.table.gradients
+        mine = own.table
         for peer in self.peers:
             while own.number not in self._posted[peer]:
                 self._listen(peer, deadline)
             table = tables[peer] = self._posted[peer][own.number]
-            if table.label != label:
+            there, here = (f"the {'reduction' if at.gradients else 'gather'} of '{at.label}'" for at in (table, mine))
+            if there != here:
                 raise RuntimeError(
-                    f"rank {peer} of the group is at '{table.label}' where this rank is at '{label}'; all ranks must "
+                    f"rank {peer} of the group is at {there} where this rank is at {here}; all ranks must "
                     "run the same modules in the same order (SHARDKIT_DEBUG=order finds the first difference)"
                 )
-            if table.gradients.keys() != gradients.keys():
-                raise RuntimeError(_other_gradients(peer, table.gradients, gradients))
+            if table.gradients.keys() != mine.gradients.keys():
+                raise RuntimeError(_other_gradients(peer, table.gradients, mine.gradients))
         return tables
 
     def wait_until_read(self, own: Posting) -> None:
