@@ -135,9 +135,13 @@ def _unshard_here_compute_there(run: Run) -> None:
 
 
 def _unshard_before_the_step(run: Run) -> None:
-    """Shards are on their way when the optimizer writes to them; the gathers are repeated."""
+    """Shards are on their way when the optimizer writes to them."""
     whole_step(run)
     unshard_ahead(run.model)
+    optimize(run)
+    run.kept["stepped"] = True
+    for block in run.model.blocks:
+        block.reshard()
 
 
 def _unshard_by_hand(run: Run) -> None:

@@ -450,6 +450,15 @@ def _load_weights(model: nn.Module, optimizer: Any, **options: Any) -> None:
     model.load_state_dict({key: value.detach() * 0.5 for key, value in model.state_dict().items()}, **options)
 
 
+def _assign_weights(model: nn.Module, optimizer: Any) -> None:
+    """The optimizer, which holds the parameters before, gets the new ones: otherwise its step is refused."""
+    before = list(model.parameters())
+    _load_weights(model, optimizer, assign=True)
+    optimizer.param_groups[0]["params"][:] = model.parameters()
+    for old, new in zip(before, model.parameters(), strict=True):
+        optimizer.state[new] = optimizer.state.pop(old)
+
+
 def _in_other_memory(model: nn.Module, optimizer: Any) -> None:
     model.double()
     model.float()
@@ -505,7 +514,7 @@ READERS: dict[str, Callable[[Any, Any], Any]] = {
     "assigned": _assign_local,
     "moved": _in_other_memory,
     "weights loaded": _load_weights,
-    "weights assigned": lambda model, optimizer: _load_weights(model, optimizer, assign=True),
+    "weights assigned": _assign_weights,
     "state taken over": _take_state_over,
     "other state": _load_other_state,
     "a step again": lambda model, optimizer: optimizer.step(),
