@@ -42,7 +42,7 @@ SMALL_BYTES = 32 * 1024
 _ALIGNMENT = 16
 
 # On a CPU, a buffer of up to this many elements is filled faster by a concatenation and a cast of the whole than by a
-# copy of each chunk, which casts: chunks of many ranks are short.
+# copy of each chunk that casts: chunks of many ranks are short. Without a cast the copies are faster.
 _CONCATENATED = 1 << 18
 
 _UNHEARD = contextlib.nullcontext()
@@ -562,7 +562,8 @@ class Packing:
         """Copies the packed items of `wholes`, of any strides, to the rows of all ranks, cast; zeroes the padding."""
         if self._as_matrix(buffer):
             rows, packed = buffer.view(self.world_size, -1), [wholes[item] for item, _ in self.columns]
-            if buffer.device.type == "cpu" and not self.gaps and self.numel <= _CONCATENATED:
+            casts = buffer.device.type == "cpu" and any(whole.dtype != buffer.dtype for whole in packed)
+            if casts and not self.gaps and self.numel <= _CONCATENATED:
                 rows.copy_(torch.cat([whole.reshape(self.world_size, -1) for whole in packed], 1))
             else:
                 chunk_cat(packed, 0, self.world_size, out=rows)
