@@ -9,45 +9,33 @@ from pathlib import Path
 import pytest
 
 from shardkit.autoinstall import VARIABLE
-from shardkit.autoinstall.run import run
+from shardkit.autoinstall.run import main, run
 from tests.packaging.workspace import ROOT
 
 SOURCES = ROOT / "packages" / "core" / "src"
 TRAIN = """
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint  # imports FSDP in its middle, when shardkit could not be imported yet
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 dist.init_process_group("gloo")
-torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))
 fully_shard(model[0])
 fully_shard(model)
-loss = model(torch.randn(2, 6)).square().mean()
-loss.backward()
+legacy = FullyShardedDataParallel(nn.Linear(6, 3), device_id=torch.device("cpu"))
+for one in (model, legacy):
+    one(torch.randn(2, 6)).square().mean().backward()
 if dist.get_rank() == 0:
-    print("engine", type(model).__mro__[1].__module__)
-dist.destroy_process_group()
-"""
-TRAIN_FSDP1 = """
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-
-dist.init_process_group("gloo")
-model = FSDP(nn.Linear(6, 3), device_id=torch.device("cpu"))
-model(torch.randn(2, 6)).sum().backward()
-if dist.get_rank() == 0:
-    print("engine", type(model).__module__)
+    print("engines", type(model).__mro__[1].__module__, type(legacy).__module__)
 dist.destroy_process_group()
 """
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
-def script(directory: Path, text: str, name: str = "train.py") -> Path:
-    path = directory / name
+def script(directory: Path, text: str) -> Path:
+    path = directory / "train.py"
     path.write_text(text)
     return path
 
@@ -62,31 +50,19 @@ def started(*command: str | Path, cwd: Path, **variables: str) -> subprocess.Com
     )
 
 
-def core_run(*arguments: str | Path, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    return started(sys.executable, "-m", "shardkit.core", "run", *arguments, cwd=cwd, **variables)
-
-
 def test_an_unmodified_script_under_torchrun(tmp_path: Path):
-    done = core_run("--", *TORCHRUN, script(tmp_path, TRAIN), cwd=tmp_path)
+    """The names of FSDP1 as well; tests/tools runs a script without them."""
+    pytest.importorskip("shardkit.legacy_fsdp_compat")
+    core_run = (sys.executable, "-m", "shardkit.core", "run", "--fsdp1", "--")
+    done = started(*core_run, *TORCHRUN, script(tmp_path, TRAIN), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "engine shardkit.core.module\n"
+    assert done.stdout == "engines shardkit.core.module shardkit.legacy_fsdp_compat.fully_sharded_data_parallel\n"
     assert done.stderr.count("runs FSDPSequential: 63 parameters in 2 groups, 2 ranks\n") == 1
     assert "warning: no model ran" not in done.stderr
 
 
-def test_fsdp1_under_torchrun(tmp_path: Path):
-    pytest.importorskip("shardkit.legacy_fsdp_compat")
-    done = started(
-        sys.executable, "-m", "shardkit.core", "run", "--fsdp1", *TORCHRUN, script(tmp_path, TRAIN_FSDP1), cwd=tmp_path
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "engine shardkit.legacy_fsdp_compat.fully_sharded_data_parallel\n"
-    assert done.stderr.count("21 parameters in 1 groups, 2 ranks\n") == 1
-
-
 SPAWNING = """
-import multiprocessing, subprocess, sys
-import torch.distributed.fsdp  # before the environment is asked for anything
+import multiprocessing
 
 def child(queue):
     import torch.distributed.fsdp as fsdp
@@ -95,25 +71,18 @@ def child(queue):
 if __name__ == "__main__":
     context = multiprocessing.get_context("spawn")
     queue = context.SimpleQueue()
-    process = context.Process(target=child, args=(queue,))
-    process.start()
+    context.Process(target=child, args=(queue,)).start()
     print(queue.get())
-    process.join()
-    code = "import torch.distributed.checkpoint, torch.distributed.fsdp as f"
-    code += "; print(f.fully_shard.__wrapped__.__module__)"
-    subprocess.run([sys.executable, "-c", code], check=True)
 """
 
 
-def test_child_processes_and_the_warning_that_nothing_was_sharded(tmp_path: Path):
-    """torch.distributed.checkpoint imports FSDP in its middle, when shardkit could not import it yet."""
-    done = core_run(script(tmp_path, SPAWNING), cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["shardkit.core.fully_shard"] * 2
-    assert "warning: no model ran on shardkit's engine" in done.stderr
+@pytest.mark.slow
+def test_a_spawned_process(tmp_path: Path):
+    done = started(sys.executable, script(tmp_path, SPAWNING), cwd=tmp_path, SHARDKIT_INSTALL="1")
+    assert done.stdout == "shardkit.core.fully_shard\n", done.stderr
 
 
-@pytest.mark.daily(first=["torch._dynamo"])
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "first", ["torch.distributed.checkpoint.state_dict", "torch._dynamo", "torch.distributed.pipelining"]
 )
@@ -129,32 +98,27 @@ def test_start_up_imports_nothing_else(tmp_path: Path):
     assert done.stdout == "['shardkit.autoinstall']\n", done.stderr
 
 
-def test_a_python_that_cannot_import_shardkit_does_not_go_on_with_stock(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("value", "error"), [("1", "=1 asks for shardkit, but"), ("yes", " is 'yes'; expected 1, fsdp1")]
+)
+def test_a_python_that_cannot_install_shardkit_does_not_go_on_with_stock(value: str, error: str, tmp_path: Path):
     package = tmp_path / "torch" / "distributed" / "fsdp"
     package.mkdir(parents=True)
     for directory in (package, package.parent, package.parent.parent):
         (directory / "__init__.py").touch()
     code = "import shardkit.autoinstall; shardkit.autoinstall.arm(); import torch.distributed.fsdp"
     # -S leaves out site-packages, where torch is.
-    done = started(sys.executable, "-S", "-c", code, cwd=tmp_path, SHARDKIT_INSTALL="1")
-    assert "RuntimeError: SHARDKIT_INSTALL=1 asks for shardkit, but" in done.stderr
+    done = started(sys.executable, "-S", "-c", code, cwd=tmp_path, SHARDKIT_INSTALL=value)
+    assert f"RuntimeError: SHARDKIT_INSTALL{error}" in done.stderr
 
 
-def test_a_value_that_means_nothing(tmp_path: Path):
-    command = (sys.executable, "-c", "import torch.distributed.fsdp")
-    done = started(*command, cwd=tmp_path, SHARDKIT_INSTALL="yes")
-    assert "RuntimeError: SHARDKIT_INSTALL is 'yes'; expected 1, fsdp1" in done.stderr
-
-
-@pytest.mark.daily(arguments=[("--",)])
-@pytest.mark.parametrize("arguments", [(), ("--",)])
-def test_a_missing_command(arguments: tuple[str, ...], tmp_path: Path):
-    done = core_run(*arguments, cwd=tmp_path)
-    assert done.returncode == 2
-    assert "a command is missing" in done.stderr
-
-
-def test_fsdp1_without_its_package(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_commands_that_train_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    for arguments in ([], ["--"]):
+        with pytest.raises(SystemExit, match="2"):
+            main(arguments)
+        assert "a command is missing" in capsys.readouterr().err
+    assert main(["true"]) == 0
+    assert "warning: no model ran on shardkit's engine" in capsys.readouterr().err
     monkeypatch.setattr("shardkit.autoinstall.run.entry_points", lambda **_: EntryPoints())
     assert run(["false"], fsdp1=True) == 2  # and not the status of the command, which was not started
     captured = capsys.readouterr().err

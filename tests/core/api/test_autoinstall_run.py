@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from shardkit.autoinstall.run import run_command
+from tests.support.waiting import await_true
 
 
 def test_the_status_of_the_command_comes_back(capsys: pytest.CaptureFixture[str]) -> None:
@@ -27,11 +28,16 @@ def test_a_script_is_run_by_this_interpreter(tmp_path: Path) -> None:
     assert run_command([str(script), "7", sys.executable], os.environ, "profile") == 7
 
 
-def test_a_signal_to_end_reaches_the_command_and_its_last_words_are_heard() -> None:
-    handler = signal.getsignal(signal.SIGTERM)
-    timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM))
-    timer.start()
-    assert run_command(["sh", "-c", "trap 'exit 5' TERM; while :; do sleep 0.1; done"], os.environ, "watch") == 5
+def test_a_signal_to_end_reaches_the_command_and_its_last_words_are_heard(tmp_path: Path) -> None:
+    handler, ready = signal.getsignal(signal.SIGTERM), tmp_path / "ready"
+
+    def end() -> None:
+        await_true(lambda: ready.exists() and signal.getsignal(signal.SIGTERM) != handler, "the command runs")
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=end).start()
+    command = f"trap 'exit 5' TERM; touch {ready}; while :; do sleep 0.1; done"
+    assert run_command(["sh", "-c", command], os.environ, "watch") == 5
     assert signal.getsignal(signal.SIGTERM) == handler
 
 

@@ -1,7 +1,9 @@
 """Observers: the environment names them, entry points provide them, and a missing one raises an error."""
 
+import contextlib
+import io
+import logging
 import os
-import subprocess
 import sys
 import types
 import warnings
@@ -9,8 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
+from shardkit.core import fully_shard
 from shardkit.core.observers import start_logs, start_observers
+from tests.support import on_ranks
 
 
 @pytest.fixture
@@ -67,19 +73,6 @@ def test_one_that_nobody_offers_is_not_missed_in_silence(calls: list[str], monke
 
 # -- SHARDKIT_LOGS: messages of the loggers that it names, with the rank -----------------------------------------------
 
-SCRIPT = """
-import logging
-import torch
-import torch.distributed as dist
-from torch import nn
-from shardkit.core import fully_shard
-logging.basicConfig()
-dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-model = fully_shard(nn.Sequential(fully_shard(nn.Linear(2, 2)), nn.Linear(2, 2)))
-model(torch.ones(1, 2)).sum().backward()
-model.reset_iter_state()
-"""
-
 
 @pytest.mark.parametrize(
     ("logs", "modules"),
@@ -88,10 +81,15 @@ model.reset_iter_state()
         ("all,-core.engine", []),
     ],
 )
-def test_the_loggers_that_are_named_write_once(logs: str, modules: list[str]) -> None:
-    environment, command = {**os.environ, "SHARDKIT_LOGS": logs}, [sys.executable, "-c", SCRIPT]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
-    lines = [line for line in done.stderr.splitlines() if "shardkit" in line]
+@on_ranks(1, isolated=True)
+def test_the_loggers_that_are_named_write_once(rank: int, world_size: int, logs: str, modules: list[str]) -> None:
+    os.environ["SHARDKIT_LOGS"] = logs
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        logging.basicConfig()  # the program's own handler
+        model = fully_shard(nn.Sequential(fully_shard(nn.Linear(2, 2)), nn.Linear(2, 2)))
+        model(torch.ones(1, 2)).sum().backward()
+        model.reset_iter_state()
+    lines = [line for line in said.getvalue().splitlines() if "shardkit" in line]
     assert [line.split(" rank 0 shardkit.core.")[1].split(":")[0] for line in lines] == modules
     if modules:
         assert "Sequential is a root: 4 parameters in 2 groups of 2 calls" in lines[0]
