@@ -4,7 +4,7 @@ import copy
 import os
 import re
 import warnings
-from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from shardkit.core import (
     fully_shard,
     register_fsdp_forward_method,
 )
+from shardkit.core.runtime.shared.meeting import neighbours_of
 from tests.core.parameters.installed_adapters import no_installed_adapters
 from tests.support import on_ranks, rank_mesh
 from tests.support.meshes import impatient_mesh
@@ -329,17 +330,19 @@ def test_ranks_that_disagree(rank: int, world_size: int, how: str, seen: str) ->
 @on_ranks(4)
 def test_all_ranks_of_a_2d_mesh_hear_of_a_difference(rank: int, world_size: int) -> None:
     """The first axis of the mesh shows rank 3's difference to rank 2, the second one to rank 1; rank 0 sees neither."""
-    odd = rank == 3
-    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 8 if odd else 6))
-    with pytest.raises(RuntimeError, match=r"'1\.weight' of shape \(6, 6\).*rank 3 has '1\.weight' of shape \(8, 6\)"):
-        fully_shard(model, mesh=rank_mesh((2, 2), ("replicate", "shard")))(torch.ones(2, 6))
-
-
-@on_ranks(4)
-def test_the_number_of_ranks_that_differ_is_told(rank: int, world_size: int) -> None:
-    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6, bias=rank < 2))
-    with pytest.raises(RuntimeError, match=r"rank 2 has no further parameter \(2 of 4 ranks differ from rank 0\)"):
-        fully_shard(model)(torch.ones(2, 6))
+    hsdp = rank_mesh((2, 2), ("replicate", "shard"))
+    for mesh, last, message in (
+        (
+            hsdp,
+            nn.Linear(6, 8 if rank == 3 else 6),
+            r"'1\.weight' of shape \(6, 6\).*rank 3 has '1\.weight' of shape \(8, 6\)",
+        ),
+        (None, nn.Linear(6, 6, bias=rank < 2), r"rank 2 has no further parameter \(2 of 4 ranks differ from rank 0\)"),
+    ):
+        torch.manual_seed(0)
+        model = fully_shard(nn.Sequential(nn.Linear(6, 6), last), mesh=mesh)
+        with pytest.raises(RuntimeError, match=message):
+            model(torch.ones(2, 6))
 
 
 @on_ranks(2)
@@ -505,23 +508,26 @@ def test_another_order_is_reported(rank: int, world_size: int) -> None:
     assert "reduce-scatter of 'left." in text
 
 
+@pytest.mark.parametrize(
+    ("debug", "order", "message"),
+    [
+        ("order", "left right", r"reached all-gather of 'left.*a peer did not reach.*newest last: "),
+        ("", "right", r"^right: all-gather.*(waiting for its peers|launching)"),
+    ],
+)
 @on_ranks(2, isolated=True)
-def test_order_check_names_where_a_rank_waits_for_one_that_ended(rank: int, world_size: int) -> None:
-    os.environ["SHARDKIT_DEBUG"] = "order"
-    model = _branches(impatient_mesh())
+def test_a_wait_for_a_rank_that_never_comes(rank: int, world_size: int, debug: str, order: str, message: str) -> None:
+    os.environ["SHARDKIT_DEBUG"] = debug
+    mesh = impatient_mesh()
+    model = _branches(mesh)
     model(torch.ones(2, 4), "left right").sum().backward()
     if rank == 0:
-        with pytest.raises(RuntimeError, match=r"reached all-gather of 'left.*a peer did not reach.*newest last: "):
-            model(torch.ones(2, 4), "left right")
-
-
-@on_ranks(2, isolated=True)
-def test_timeout_names_the_waiting_group(rank: int, world_size: int) -> None:
-    model = _branches(impatient_mesh())
-    model(torch.ones(2, 4), "left right").sum().backward()
-    if rank == 0:
-        with pytest.raises(RuntimeError, match=r"^right: all-gather.*(waiting for its peers|launching)"):
-            model(torch.ones(2, 4), "right")
+        neighbours = neighbours_of(mesh.get_group())
+        assert neighbours is not None
+        neighbours._timeout = 0.2  # the peer has come wherever it has to
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.2), mesh.get_group())
+        with pytest.raises(RuntimeError, match=message):
+            model(torch.ones(2, 4), order)
 
 
 def _mixture() -> Any:
@@ -557,20 +563,18 @@ def test_replicas_that_choose_other_experts_are_told(rank: int, world_size: int)
         assert re.search(text, str(caught.value)), caught.value
 
 
-@pytest.mark.parametrize("way", ["list", "view", "closure"])
 @on_ranks(2)
-def test_a_weight_kept_from_before_sharding(rank: int, world_size: int, way: str) -> None:
-    """Forward computes with a reference to the weight that sharding does not replace."""
-    linear = nn.Linear(4, 4)
-    weight, kept, turned = linear.weight, [linear.weight], linear.weight.t()
-    ways: dict[str, Callable[[Any, Tensor], Tensor]] = {
-        "list": lambda module, x: nn.functional.linear(x, kept[0]),
-        "view": lambda module, x: x @ turned,
-        "closure": lambda module, x: nn.functional.linear(x, weight),
-    }
-    model = fully_shard(nn.Sequential(Composed(ways[way], linear=linear), nn.Linear(4, 4)))
-    with pytest.raises(RuntimeError, match=r"plain tensor that was parameter '0\.linear\.weight' before fully_shard"):
-        model(torch.ones(2, 4)).sum().backward()
+def test_a_weight_kept_from_before_sharding(rank: int, world_size: int) -> None:
+    """Forward computes with a reference to the weight, or with a view of it, that sharding does not replace."""
+    for keep in (lambda weight: weight, torch.t):
+        linear = nn.Linear(4, 4)
+        kept = keep(linear.weight)
+        layer = Composed(lambda module, x, kept=kept: x @ kept, linear=linear)
+        model = fully_shard(nn.Sequential(layer, nn.Linear(4, 4)))
+        with pytest.raises(
+            RuntimeError, match=r"plain tensor that was parameter '0\.linear\.weight' before fully_shard"
+        ):
+            model(torch.ones(2, 4)).sum().backward()
 
 
 @pytest.mark.parametrize("steps_before", [0, 1])

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import fcntl
 import itertools
 import os
 import resource
@@ -70,11 +71,8 @@ def _segments_of(model: nn.Module) -> int:
 
 @on_ranks(2, isolated=True)
 def test_loads_of_many_modules_in_a_group(rank: int, world_size: int) -> None:
-    whole = nn.Sequential(*(nn.Linear(4, 4) for _ in range(300)))
-    torch.manual_seed(1)
-    for parameter in whole.parameters():
-        torch.nn.init.uniform_(parameter)
-    model = fully_shard(nn.Sequential(*(nn.Linear(4, 4) for _ in range(300))), mesh=rank_mesh((world_size,)))
+    whole = nn.Sequential(*(nn.Linear(4, 4) for _ in range(100)))
+    model = fully_shard(nn.Sequential(*(nn.Linear(4, 4) for _ in range(100))), mesh=rank_mesh((world_size,)))
     full, mine = whole.state_dict(), model.state_dict()
     values = {name: distribute_tensor(one, mine[name].device_mesh, mine[name].placements) for name, one in full.items()}
     model.load_state_dict(values, assign=True)
@@ -238,7 +236,8 @@ def test_a_first_gather_in_inference_mode_leaves_shards_that_can_be_trained(rank
 
 # -- launched far ahead ------------------------------------------------------------------------------------------------
 
-_FAR = 4500  # messages: many more than a pipe holds unread
+_FAR = 600  # messages: many more than a pipe of one page holds unread
+_PAGE = 4096
 
 
 def _late_in_backward(module: Any, x: torch.Tensor) -> torch.Tensor:
@@ -280,8 +279,10 @@ def test_a_shard_may_be_written_to_after_a_reset(rank: int, world_size: int, tmp
 @pytest.mark.parametrize("order", ["as launched", "backwards"])
 @on_ranks(2, 3)
 def test_any_number_of_operations_may_be_launched_ahead(rank: int, world_size: int, order: str) -> None:
-    neighbours = neighbours_of(dist.group.WORLD)
+    neighbours = neighbours_of(dist.new_group())
     assert neighbours is not None
+    for connection in neighbours._connections.values():
+        fcntl.fcntl(connection.outgoing, fcntl.F_SETPIPE_SZ, _PAGE)
     (values,) = segment.shared_copies([torch.full((4,), float(rank))])
     table = Table("block", [values])
     if rank == 1:
@@ -305,8 +306,10 @@ def test_any_number_of_operations_may_be_launched_ahead(rank: int, world_size: i
 
 
 def _pair(timeout: float) -> tuple[Neighbours, Neighbours]:
-    """Both ends of a connection, in one process."""
+    """Both ends of a connection, in one process, through pipes of one page."""
     (reads, writes), (other_reads, other_writes) = (os.pipe2(os.O_NONBLOCK) for _ in range(2))
+    for pipe in (writes, other_writes):
+        fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, _PAGE)
     one = Connection(1, FileIO(reads, "r"), FileIO(other_writes, "w"))
     other = Connection(0, FileIO(other_reads, "r"), FileIO(writes, "w"))
     return Neighbours([None, one], timeout), Neighbours([other, None], timeout)
@@ -314,7 +317,7 @@ def _pair(timeout: float) -> tuple[Neighbours, Neighbours]:
 
 @on_ranks(1)
 def test_no_wait_ends_before_the_peer_has_what_it_needs(rank: int, world_size: int) -> None:
-    sender, receiver = _pair(1.0)
+    sender, receiver = _pair(60.0)
     tables = [Table("block", segment.shared_copies([torch.ones(4)])) for _ in range(2)]
     sent, received = [], []
     for _ in range(_FAR):
@@ -326,9 +329,11 @@ def test_no_wait_ends_before_the_peer_has_what_it_needs(rank: int, world_size: i
     received[0].release()
     sent[0].release()
     # The sender has every message that it needs. The receiver waits for one that is not sent yet.
+    sender._timeout = 0.1
     for wait in (lambda: sender.collect(sent[-1]), lambda: sender.wait_until_read(sent[0])):
         with pytest.raises(TimeoutError, match="rank 1 of the group has not come within"):
             wait()
+    sender._timeout = 60.0
     reader = threading.Thread(target=received[0].wait_until_read)
     reader.start()
     sent[0].wait_until_read()
@@ -341,7 +346,7 @@ def test_no_wait_ends_before_the_peer_has_what_it_needs(rank: int, world_size: i
 def test_a_table_of_any_size_arrives(rank: int, world_size: int) -> None:
     """Its message is longer than the buffer of a pipe; it goes in pieces while the receiver reads."""
     sender, receiver = _pair(5.0)
-    values = segment.shared_copies([torch.full((1,), float(i)) for i in range(20_000)])
+    values = segment.shared_copies([torch.full((1,), float(i)) for i in range(2_000)])
     sent, expected = sender.post(Table("block", values)), receiver.post(Table("block", values[:1]))
     reader = threading.Thread(target=lambda: (expected.wait(), expected.release()))
     reader.start()
