@@ -148,7 +148,7 @@ def test_resumes_on_other_world_sizes_with_the_same_bits(
     world_size: int, kind: str, stock: bool, tmp_path: Path
 ) -> None:
     run_ranks(world_size, _save, kind, tmp_path / "saved", stock)
-    for other in {1: (2,), 2: (3, 4), 3: (1, 2), 4: (3, 4)}[world_size]:
+    for other in {1: (2,), 2: (3, 4), 3: (2,), 4: (1, 3)}[world_size]:
         loaded, later = run_ranks(other, _resume, kind, tmp_path / "saved", stock)[0]
         if not stock or kind.startswith("bitsandbytes"):  # torch casts to the parameter's dtype until the next step
             assert_equal(loaded, alone(kind, 3))
