@@ -2,7 +2,7 @@
 
 Every feature runs alone on every world size it means something on. Every pair of the main ones is tried, and the others
 with a few each: four features in one run try six pairs. The runs are dealt out to the world sizes in turn, each to one
-of those that all its features mean something on.
+of those that all its features mean something on. By day run those, of several features, that try another one.
 """
 
 import itertools
@@ -17,16 +17,6 @@ from tests.support.models import MODELS
 from tests.support.parity import Case, compare_training
 
 WORLD_SIZES = (1, 2, 3, 4)
-
-
-def _singles() -> list[Any]:
-    """Every feature on every world size it runs on. By day on three ranks, else on the fewest it runs on."""
-    cases = []
-    for name in FEATURES:
-        sizes = [size for size in WORLD_SIZES if runs_on((name,), size)]
-        by_day = 3 if 3 in sizes else sizes[0]
-        cases += [pytest.param(size, name, marks=() if size == by_day else pytest.mark.slow) for size in sizes]
-    return cases
 
 
 @pytest.mark.daily(world_size=[1, 3])
@@ -46,7 +36,10 @@ def test_optimizer(model: str, optimizer: str, world_size: int) -> None:
     run_ranks(world_size, compare_training, Case(model, optimizer=optimizer))
 
 
-@pytest.mark.parametrize(("world_size", "feature"), _singles())
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("feature", "world_size"), [(name, size) for name in FEATURES for size in WORLD_SIZES if runs_on((name,), size)]
+)
 def test_feature(feature: str, world_size: int) -> None:
     run_ranks(world_size, compare_training, Case(model_for((feature,)), (feature,)))
 
@@ -82,7 +75,7 @@ COMPANIONS = ("no_reshard", "bfloat16_reduce_float32", "hsdp_2", "accumulate_no_
 
 
 def _deal_out() -> list[Any]:
-    """Runs that try every pair: by day every third one."""
+    """Runs that try every pair: by day those with a feature that no earlier one has."""
     pairs = [*itertools.combinations(MAIN, 2), *itertools.product(OTHERS, COMPANIONS)]
     left = dict.fromkeys(frozenset(pair) for pair in pairs if _world_sizes(pair))
     dealt: list[tuple[int, tuple[str, ...]]] = []
@@ -97,8 +90,12 @@ def _deal_out() -> list[Any]:
         dealt.append((world_sizes[len(dealt) % len(world_sizes)], chosen))
         for pair in itertools.combinations(chosen, 2):
             left.pop(frozenset(pair), None)
-    by_day = dealt[::3]
-    return [pytest.param(*case, marks=() if case in by_day else pytest.mark.slow) for case in sorted(dealt)]
+    tried: set[str] = set()
+    cases = []
+    for case in dealt:
+        cases.append(pytest.param(*case, marks=pytest.mark.slow if tried.issuperset(case[1]) else ()))
+        tried |= {*case[1]}
+    return sorted(cases, key=lambda case: case.values)
 
 
 def _world_sizes(names: tuple[str, ...]) -> list[int]:
