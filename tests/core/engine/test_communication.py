@@ -19,42 +19,19 @@ from tests.support.heard import heard
 from tests.support.meshes import data_mesh
 from tests.support.models import Block, Composed
 from tests.support.sharding import shard_each
-from tests.support.twins import Twins, assert_equal
+from tests.support.twins import Twins, batch, square_loss
 
 
 def _layers() -> nn.Sequential:
     return nn.Sequential(Block(7, 13), Block(7, 5), nn.Linear(7, 3))
 
 
-def _model(api: Any, seed: int = 0, **options: Any) -> Any:
-    torch.manual_seed(seed)
-    model = _layers()
-    return shard_each(model[0], model[1], model, api=api, **options)
+def _twins(rank: int, world_size: int, mesh: Any, **options: Any) -> Twins:
+    shard = lambda model: shard_each(model[0], model[1], model, mesh=mesh, **options)  # noqa: E731
+    return Twins.of(rank, world_size, _layers, shard)
 
 
-def _batch(rank: int, step: int = 0) -> Tensor:
-    return torch.randn(4, 7, generator=torch.Generator().manual_seed(100 * rank + step))
-
-
-def _gradients(model: nn.Module, rank: int, step: int = 0) -> dict[str, Tensor]:
-    model.zero_grad()
-    model(_batch(rank, step)).square().mean().backward()
-    return {fqn: parameter.grad.to_local().clone() for fqn, parameter in model.named_parameters()}
-
-
-def _mean_gradients(ranks: Sequence[int], divisor: float | None = None, step: int = 0) -> dict[str, Tensor]:
-    """The mathematics: gradients of all ranks' batches on one process, in float64."""
-    torch.manual_seed(0)
-    model = _layers().double()
-    for rank in ranks:
-        model(_batch(rank, step).double()).square().mean().backward()
-    divisor = len(ranks) if divisor is None else divisor
-    return {fqn: (parameter.grad / divisor).float() for fqn, parameter in model.named_parameters()}
-
-
-def _assert_full(model: nn.Module, expected: dict[str, Tensor]) -> None:
-    for fqn, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.grad.full_tensor(), expected[fqn], rtol=1e-4, atol=1e-6, msg=fqn)
+_loss = square_loss(4, 7)
 
 
 def _sharded(model: nn.Module) -> list[Any]:
@@ -67,20 +44,15 @@ def _sharded(model: nn.Module) -> list[Any]:
 @on_ranks(3)
 def test_custom_collectives(rank: int, world_size: int) -> None:
     """One without the other, both, on some modules only. Collectives that are not replaced stay the default ones."""
-    mesh = rank_mesh((world_size,))
-    plain = _model(shardkit, mesh=mesh)
-    expected = _gradients(plain, rank)
     for gathers, reduces in [(True, False), (False, True), (True, True)]:
-        model = _model(shardkit, mesh=mesh)
+        twins = _twins(rank, world_size, rank_mesh((world_size,)))
         all_gather, reduce_scatter = CountingAllGather(), MoreThanAsked()
         if gathers:
-            model[0].set_custom_all_gather(all_gather)
+            twins.sharded[0].set_custom_all_gather(all_gather)
         if reduces:
-            model[0].set_custom_reduce_scatter(reduce_scatter)
-        seen = _gradients(model, rank)
-        for fqn, gradient in seen.items():
-            torch.testing.assert_close(gradient, expected[fqn], msg=fqn)
-        _assert_full(model, _mean_gradients(range(world_size)))
+            twins.sharded[0].set_custom_reduce_scatter(reduce_scatter)
+        twins.backward(_loss)
+        twins.check_gradients()
         assert all_gather.calls == (2 if gathers else 0)  # forward and backward, of one block alone
         assert reduce_scatter.calls == (1 if reduces else 0)
 
@@ -113,31 +85,33 @@ def test_wrong_buffers(rank: int, world_size: int) -> None:
         "strides": r"strides \(2,\).*contiguous",
     }
     for change, match in changes.items():
-        model = _model(shardkit, mesh=rank_mesh((world_size,)))
+        model = _twins(rank, world_size, rank_mesh((world_size,))).sharded
+        refused = rf"(?s)0: Wrong\.allocate returned.*{match}"
         model[0].set_custom_all_gather(Wrong(change))
-        with pytest.raises((ValueError, RuntimeError), match=rf"(?s)0: Wrong\.allocate returned.*{match}"):
-            model(_batch(rank))
+        with pytest.raises((ValueError, RuntimeError), match=refused):
+            _loss(model, rank)
         model.reset_iter_state()
         model[0].set_custom_all_gather(CountingAllGather())
         model[0].set_custom_reduce_scatter(Wrong(change))
-        with pytest.raises((ValueError, RuntimeError), match=rf"(?s)0: Wrong\.allocate returned.*{match}"):
-            _gradients(model, rank)
+        with pytest.raises((ValueError, RuntimeError), match=refused):
+            _loss(model, rank).backward()
 
 
 @on_ranks(2, isolated=True)
 def test_allocation_by_the_process_group(rank: int, world_size: int) -> None:
     """Gloo has no allocator: the setter raises at once, and the earlier setting stays."""
-    model = _model(shardkit, mesh=rank_mesh((world_size,)))
-    with pytest.raises(ValueError, match=r"group '.*gloo.*cannot allocate.*NCCL"):
-        model[0].set_allocate_memory_from_process_group_for_comm(True)
-    with pytest.raises(ValueError, match=r"group '.*gloo.*cannot allocate.*NCCL"):
-        model[0].set_symm_mem_for_comm()
-    model[0].set_allocate_memory_from_process_group_for_comm(False)
-    _gradients(model, rank)
-    _assert_full(model, _mean_gradients(range(world_size)))
-    model[0].set_custom_all_gather(CountingAllGather())
+    twins = _twins(rank, world_size, rank_mesh((world_size,)))
+    block = twins.sharded[0]
+    allocate = block.set_allocate_memory_from_process_group_for_comm
+    for setter, value in ((allocate, True), (block.set_symm_mem_for_comm, "NCCL")):
+        with pytest.raises(ValueError, match=r"group '.*gloo.*cannot allocate.*NCCL"):
+            setter(value)
+    allocate(False)
+    twins.backward(_loss)
+    twins.check_gradients()
+    block.set_custom_all_gather(CountingAllGather())
     with pytest.raises(ValueError, match=r"CountingAllGather.*own buffers"):
-        model[0].set_allocate_memory_from_process_group_for_comm(True)
+        allocate(True)
 
 
 # -- hooks, groups, contexts -------------------------------------------------------------------------------------------
@@ -148,8 +122,7 @@ def test_allocation_by_the_process_group(rank: int, world_size: int) -> None:
 def test_all_reduce_hook(rank: int, world_size: int, hsdp: bool) -> None:
     """Runs once for each group, after HSDP's own all-reduce, and the optimizer gets the values that it writes."""
     mesh = data_mesh(hsdp)
-    expected = _mean_gradients(range(world_size))
-    model = _model(shardkit, mesh=mesh)
+    twins = _twins(rank, world_size, mesh)
     seen: list[Tensor] = []
 
     def halve(reduced: Tensor) -> None:
@@ -157,30 +130,31 @@ def test_all_reduce_hook(rank: int, world_size: int, hsdp: bool) -> None:
         seen.append(reduced.clone())
         reduced.mul_(0.5)
 
-    for module in _sharded(model):
+    for module in _sharded(twins.sharded):
         module.set_all_reduce_hook(halve)
-    _gradients(model, rank)
+    twins.backward(_loss)
     assert len(seen) == 3
-    _assert_full(model, {fqn: gradient / 2 for fqn, gradient in expected.items()})
+    for parameter in twins.whole.parameters():
+        parameter.grad /= 2
+    twins.check_gradients()
     if hsdp:  # all-reduced before: the replicas saw the same
         for tensor in seen:
             highest = tensor.clone()
             dist.all_reduce(highest, dist.ReduceOp.MAX, group=mesh["replicate"].get_group())
             assert torch.equal(highest, tensor)
         with pytest.raises(ValueError, match="stream cannot be set together with native HSDP"):
-            model.set_all_reduce_hook(halve, stream=object())
+            twins.sharded.set_all_reduce_hook(halve, stream=object())
 
 
 @on_ranks(2)
 def test_separate_reduce_scatter_group(rank: int, world_size: int) -> None:
     """Reductions go over a group of their own, one for the whole model; switched off, over the shard group again."""
     mesh = rank_mesh((world_size,))
-    model = _model(shardkit, mesh=mesh)
-    expected = _gradients(model, rank)
+    twins = _twins(rank, world_size, mesh)
     for enabled in (True, False):
-        model.set_separate_reduce_scatter_group(enabled)
+        twins.sharded.set_separate_reduce_scatter_group(enabled)
         with heard(events.GatherStarted) as gathers, heard(events.ReduceStarted) as reductions:
-            assert_equal(_gradients(model, rank), expected)
+            twins.step(_loss)
         gathered, reduced = {one.group for one in gathers}, {one.group for one in reductions}
         assert gathered == {mesh.get_group()}
         assert len(reduced) == 1
@@ -200,31 +174,29 @@ _TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 def test_gradient_divide_factor(rank: int, world_size: int, dtype: torch.dtype, hsdp: bool) -> None:
     mesh = data_mesh(hsdp)
     for force_sum, factor in itertools.product([False, True], [None, 1.0, 3.0, 0.5, 8.0]):
-        model = _model(shardkit, mesh=mesh, mp_policy=shardkit.MixedPrecisionPolicy(reduce_dtype=dtype))
-        for module in _sharded(model):
+        twins = _twins(rank, world_size, mesh, mp_policy=shardkit.MixedPrecisionPolicy(reduce_dtype=dtype))
+        for module in _sharded(twins.sharded):
             module.set_force_sum_reduction_for_comms(force_sum)
             if factor is not None:
                 module.set_gradient_divide_factor(factor)
-        _gradients(model, rank)
-        expected = _mean_gradients(range(world_size), divisor=factor)
+        twins.backward(_loss)
         rtol = _TOLERANCE[dtype]
-        for fqn, parameter in model.named_parameters():
+        for parameter, whole in zip(twins.sharded.parameters(), twins.whole.parameters(), strict=True):
             assert parameter.grad.dtype == torch.float32
-            torch.testing.assert_close(parameter.grad.full_tensor(), expected[fqn], rtol=rtol, atol=rtol / 10, msg=fqn)
+            expected = whole.grad * (world_size / factor if factor else 1)
+            torch.testing.assert_close(parameter.grad.full_tensor(), expected, rtol=rtol, atol=rtol / 10)
 
 
 @on_ranks(2)
 def test_divide_factor_of_one_module(rank: int, world_size: int) -> None:
     """The factor is one module's own; the older name warns and does the same."""
-    model = _model(shardkit, mesh=rank_mesh((world_size,)))
+    twins = _twins(rank, world_size, rank_mesh((world_size,)))
     with pytest.warns(DeprecationWarning, match="set_gradient_divide_factor"):
-        model[0].set_reduce_scatter_divide_factor(1.0)
-    _gradients(model, rank)
-    expected = _mean_gradients(range(world_size))
-    for fqn in expected:
-        if fqn.startswith("0."):
-            expected[fqn] *= world_size
-    _assert_full(model, expected)
+        twins.sharded[0].set_reduce_scatter_divide_factor(1.0)
+    twins.backward(_loss)
+    for parameter in twins.whole[0].parameters():
+        parameter.grad *= world_size
+    twins.check_gradients()
 
 
 SETTERS = [
@@ -285,7 +257,8 @@ def _sides() -> nn.Module:
 
 def _sides_loss(step: int) -> Callable[[nn.Module, int], Tensor]:
     """Ranks take turns with the halves."""
-    return lambda model, rank: model(_batch(rank, step)[:, :3], ("right", "left")[(rank + step) % 2]).square().mean()
+    halves = ("right", "left")
+    return lambda model, rank: model(batch(rank, 4, 3, seed=step), halves[(rank + step) % 2]).square().mean()
 
 
 @on_ranks(2)
@@ -334,25 +307,23 @@ def test_replicate_only(rank: int, world_size: int, names: tuple[str, ...]) -> N
     shape = (world_size,) if len(names) == 1 else (2, world_size // 2)
     mesh = rank_mesh(shape, names)
     dims = shardkit.DataParallelMeshDims(replicate=names if len(names) > 1 else names[0])
-    model = _model(shardkit, mesh=mesh, dp_mesh_dims=dims)
+    twins = _twins(rank, world_size, mesh, dp_mesh_dims=dims)
+    model = twins.sharded
     for parameter in model.parameters():
         assert isinstance(parameter, DTensor)
         assert parameter.placements == (Replicate(),)
         assert parameter.to_local().shape == parameter.shape
-    _gradients(model, rank)
-    _assert_full(model, _mean_gradients(range(world_size)))
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    twins.step(_loss)
     for fqn, parameter in model.named_parameters():
         local = parameter.to_local()
         highest = local.clone()
         dist.all_reduce(highest, dist.ReduceOp.MAX)
         assert torch.equal(local, highest), fqn
-    model.zero_grad()
     model.set_requires_all_reduce(False)  # accumulates without communication
-    model(_batch(rank)).square().mean().backward()
+    _loss(model, rank).backward()
     assert all(parameter.grad is None for parameter in model.parameters())
     model.set_requires_all_reduce(True)
-    model(_batch(rank)).square().mean().backward()
+    _loss(model, rank).backward()
     assert all(parameter.grad.placements == (Replicate(),) for parameter in model.parameters())
 
 
@@ -373,9 +344,10 @@ SLICES = [
 def test_slices_of_a_mesh_with_three_axes(rank: int, world_size: int) -> None:
     for shape, dims, sharing, placements in SLICES:
         mesh = rank_mesh(shape, ("a", "b", "c"))
-        model = _model(shardkit, mesh=mesh, dp_mesh_dims=shardkit.DataParallelMeshDims(**dims))
-        for parameter in model.parameters():
+        twins = _twins(rank, world_size, mesh, dp_mesh_dims=shardkit.DataParallelMeshDims(**dims))
+        for parameter in twins.sharded.parameters():
             assert parameter.placements == placements, (shape, dims)
-        for step in range(2):
-            _gradients(model, rank, step)
-            _assert_full(model, _mean_gradients(sharing[rank], step=step))
+        _loss(twins.sharded, rank).backward()
+        for one in sharing[rank]:
+            (_loss(twins.whole, one) / len(sharing[rank])).backward()
+        twins.check_gradients()
