@@ -1,7 +1,6 @@
 """Training scripts of the kinds that people run give the same results on two ranks as in one process."""
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,15 +10,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from shardkit.core import fully_shard
 from tests.support import on_ranks
 from tests.support.meshes import networked_mesh
 from tests.support.models import Block, Composed
+from tests.support.sharding import shard_each
+from tests.support.twins import batch
 
 WIDTH = 32  # a matrix of that width travels by itself, in place
-
-Recipe = Callable[["Session"], None]
-RECIPES: dict[str, Recipe] = {}
 
 
 class Session:
@@ -32,40 +29,23 @@ class Session:
 
     def shard(self, model: nn.Module, *blocks: nn.Module) -> Any:
         """``fully_shard`` of the blocks, then of the model."""
-        for module in (*blocks, model) if self.ranks > 1 else ():
-            fully_shard(module, mesh=networked_mesh((self.ranks,)))
-        return model
+        return shard_each(*blocks, model, mesh=networked_mesh((self.ranks,))) if self.ranks > 1 else model
 
     def batch(self, *shape: int) -> Tensor:
-        """Standard normal numbers."""
-        return torch.randn(shape or (8, WIDTH), generator=self._generator())
-
-    def _generator(self) -> torch.Generator:
         self._batches += 1
-        return torch.Generator().manual_seed(self._batches)
-
-    def note(self, name: str, value: Tensor) -> None:
-        """Something to compare."""
-        value = value.full_tensor() if isinstance(value, DTensor) else value
-        self.seen.append((name, value.detach().clone()))
+        return batch(self._batches, *(shape or (8, WIDTH)))
 
     def step(self, optimizer: torch.optim.Optimizer, *models: nn.Module) -> None:
         """Notes all gradients, makes a step, and notes all parameters."""
-        for index, model in enumerate(models):
-            for name, parameter in model.named_parameters():
-                if parameter.grad is not None:
-                    self.note(f"gradient of {index}.{name}", parameter.grad)
+        parameters = [one for model in models for one in model.named_parameters()]
+        self._note((f"gradient of {name}", one.grad) for name, one in parameters if one.grad is not None)
         optimizer.step()
         optimizer.zero_grad()
-        for index, model in enumerate(models):
-            for name, parameter in model.named_parameters():
-                self.note(f"{index}.{name}", parameter)
+        self._note(parameters)
 
-
-def recipe(function: Recipe) -> Recipe:
-    """Registers a recipe under its name."""
-    RECIPES[function.__name__] = function
-    return function
+    def _note(self, values: Any) -> None:
+        for name, value in values:
+            self.seen.append((name, (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()))
 
 
 def sgd(*models: nn.Module) -> torch.optim.Optimizer:
@@ -82,34 +62,25 @@ def train(session: Session, model: Any, *blocks: nn.Module, steps: int = 3) -> N
 
 
 class Net(nn.Module):
-    """Blocks between two linear layers; ``run`` calls a block, ``order`` says which ones run."""
+    """Blocks between two linear layers; ``run`` calls a block."""
 
-    def __init__(self, blocks: int = 2, out: int = WIDTH, dropout: float = 0.0) -> None:
+    def __init__(self, *blocks: nn.Module, out: int = WIDTH, dropout: float = 0.0) -> None:
         super().__init__()
         self.inp, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, out)
-        made = (nn.Sequential(Block(WIDTH, 2 * WIDTH), nn.Dropout(dropout)) for _ in range(blocks))
-        self.blocks = nn.ModuleList(made)
-        self.run: Callable[[nn.Module, Tensor], Tensor] = lambda block, x: block(x)
-        self.order: tuple[int, ...] = tuple(range(blocks))
+        made = (nn.Sequential(Block(WIDTH, 2 * WIDTH), nn.Dropout(dropout)) for _ in range(2))
+        self.blocks = nn.ModuleList(blocks or made)
+        self.run: Any = lambda block, x: block(x)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.inp(x)
-        for index in self.order:
-            x = self.run(self.blocks[index], x)
+        for block in self.blocks:
+            x = self.run(block, x)
         return self.out(x)
-
-
-def net_of(blocks: list[nn.Module]) -> Net:
-    """A net of other blocks."""
-    net = Net(0)
-    net.blocks, net.order = nn.ModuleList(blocks), tuple(range(len(blocks)))
-    return net
 
 
 # -- unusual ways through autograd -------------------------------------------------------------------------------------
 
 
-@recipe
 def fixed_point_with_a_gradient_in_a_hook(session: Session) -> None:
     def run(model: Any, x: Tensor) -> Tensor:
         x = model.inp(x)
@@ -134,7 +105,6 @@ def fixed_point_with_a_gradient_in_a_hook(session: Session) -> None:
     train(session, model, model.body)
 
 
-@recipe
 def recomputation_with_dropout_and_offload(session: Session) -> None:
     model = session.shard(net := Net(dropout=0.3), *net.blocks)
     optimizer = sgd(model)
@@ -147,7 +117,6 @@ def recomputation_with_dropout_and_offload(session: Session) -> None:
         session.step(optimizer, model)
 
 
-@recipe
 def decay_in_the_loss(session: Session) -> None:
     model = session.shard(net := Net(), *net.blocks)
     optimizer = sgd(model)
@@ -162,7 +131,6 @@ def decay_in_the_loss(session: Session) -> None:
 # -- keys that blocks keep aside ---------------------------------------------------------------------------------------
 
 
-@recipe
 def trained_key_cache(session: Session) -> None:
     """Keys of one forward are in the graph of the next: one backward goes through both."""
 
@@ -172,7 +140,7 @@ def trained_key_cache(session: Session) -> None:
         key, value = (torch.cat(parts, 1) for parts in zip(*block.cache, strict=True))
         return x + F.scaled_dot_product_attention(query, key, value)
 
-    model = net_of([Composed(attention, qkv=nn.Linear(WIDTH, 3 * WIDTH), cache=[]) for _ in range(3)])
+    model = Net(*(Composed(attention, qkv=nn.Linear(WIDTH, 3 * WIDTH), cache=[]) for _ in range(3)))
     session.shard(model, *model.blocks)
     optimizer = sgd(model)
     for _ in range(3):
@@ -191,7 +159,6 @@ def _halve_gradient(parameter: Tensor) -> None:
     parameter.grad.mul_(0.5)
 
 
-@recipe
 def gradient_hooks(session: Session) -> None:
     """Some from before the parameters were sharded, one on a parameter that is frozen meanwhile."""
     model = Net()
@@ -210,7 +177,6 @@ def gradient_hooks(session: Session) -> None:
         session.step(optimizer, model)
 
 
-@recipe
 def computed_weights(session: Session) -> None:
     linears = [nn.Linear(WIDTH, WIDTH) for _ in range(4)]
     torch.nn.utils.parametrizations.weight_norm(linears[0])
@@ -223,9 +189,8 @@ def computed_weights(session: Session) -> None:
 # -- optimizers --------------------------------------------------------------------------------------------------------
 
 
-@recipe
 def line_search(session: Session) -> None:
-    model = session.shard(net := Net(1), *net.blocks)
+    model = session.shard(net := Net(Block(WIDTH, 2 * WIDTH)), *net.blocks)
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3, line_search_fn="strong_wolfe")
     for _ in range(2):
         x = session.batch()
@@ -236,14 +201,13 @@ def line_search(session: Session) -> None:
             loss.backward()
             return loss
 
-        session.note("loss", optimizer.step(closure))
+        optimizer.step(closure)
         session.step(sgd(model), model)
 
 
 # -- several models ----------------------------------------------------------------------------------------------------
 
 
-@recipe
 def adversarial_with_a_frozen_judge_and_a_penalty(session: Session) -> None:
     maker, judge = Net(), Net(out=1)
     for model in (maker, judge):
@@ -264,20 +228,27 @@ def adversarial_with_a_frozen_judge_and_a_penalty(session: Session) -> None:
 
 # -- the test ----------------------------------------------------------------------------------------------------------
 
+RECIPES = [
+    fixed_point_with_a_gradient_in_a_hook,
+    recomputation_with_dropout_and_offload,
+    decay_in_the_loss,
+    trained_key_cache,
+    gradient_hooks,
+    computed_weights,
+    line_search,
+    adversarial_with_a_frozen_judge_and_a_penalty,
+]
 
-def _run(name: str, ranks: int) -> list[tuple[str, Tensor]]:
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(3)
-    session = Session(ranks)
-    RECIPES[name](session)
-    return session.seen
 
-
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.filterwarnings("ignore")
 @on_ranks(2)
-def test_two_ranks_train_as_one_process_does(rank: int, world_size: int, name: str) -> None:
-    expected, seen = _run(name, 1), _run(name, world_size)
-    assert [what for what, _ in seen] == [what for what, _ in expected]
-    for (what, one), (_, other) in zip(seen, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9, msg=lambda text, what=what: f"{what}: {text}")
+def test_two_ranks_train_as_one_process_does(rank: int, world_size: int, recipe: Any) -> None:
+    torch.set_default_dtype(torch.float64)
+    alone, sharded = Session(1), Session(world_size)
+    for session in (alone, sharded):
+        torch.manual_seed(3)
+        recipe(session)
+    for (name, expected), (other, seen) in zip(alone.seen, sharded.seen, strict=True):
+        assert name == other
+        torch.testing.assert_close(seen, expected, rtol=1e-9, atol=1e-9, msg=lambda text, name=name: f"{name}: {text}")
