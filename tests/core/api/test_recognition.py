@@ -1,7 +1,6 @@
 """The attributes that other software uses of a sharded module: one contract per row, tested without the consumer."""
 
 import copy
-import importlib
 import inspect
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch.distributed.fsdp as stock
 from torch import Tensor, nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_with_fsdp
-from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+from torch.distributed.fsdp import _fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as pipelining
 from torch.distributed.tensor import DTensor
@@ -39,8 +38,7 @@ def test_every_method_of_stock_is_overridden() -> None:
 
 
 def test_public_names_of_stock_are_offered() -> None:
-    module = importlib.import_module("torch.distributed.fsdp._fully_shard")
-    names = [name for name in module.__all__ if not name.startswith("_")]
+    names = [name for name in _fully_shard.__all__ if not name.startswith("_")]
     assert [name for name in names if not hasattr(shardkit, name)] == []
 
 
@@ -172,16 +170,6 @@ def test_a_replicated_child_is_left_alone(rank: int, world_size: int, how: str) 
 
 
 # -- torch's tools -----------------------------------------------------------------------------------------------------
-
-
-@on_ranks(1)
-def test_memory_tracker_is_refused(rank: int, world_size: int) -> None:
-    """FSDPMemTracker patches stock's states and groups: it misses them, and the model trains on."""
-    model = _sharded_mlp()
-    tracker = FSDPMemTracker(model)
-    with pytest.raises(AttributeError, match="no attribute '_pre_forward_hook_handle'"), tracker:
-        raise AssertionError("it began")
-    model(torch.randn(2, 7)).sum().backward()
 
 
 def _counts(model: nn.Module) -> dict[str, int]:

@@ -12,7 +12,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 import shardkit.core as shardkit
 from shardkit.core.stock_names import GROUP_NAMES, PARAM_NAMES, STATE_NAMES
 from tests.support import on_ranks, rank_mesh
-from tests.support.models import Block
+from tests.support.models import Block, Composed
 
 STATE = ("_is_root", "_auto_reshard_after_forward", "_training_state", "_mp_policy")
 MESH = (
@@ -72,46 +72,32 @@ def test_values_are_those_of_stock(rank: int, world_size: int, names: tuple[str,
     assert seen == expected
 
 
-class Note(torch.autograd.Function):
-    """Calls a function in backward, where the module's own backward is under way."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, function: Any) -> torch.Tensor:
-        ctx.function = function
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        ctx.function()
-        return gradient, None
+def _note_states(module: Any) -> None:
+    """The training states that weights with all-gather hooks ask for."""
+    state = stock.fully_shard.state(module)
+    module.noted.append((state._training_state, state._fsdp_param_group._training_state))
 
 
-class Watching(nn.Linear):
-    """Notes the training state that weights with all-gather hooks ask for, in forward and in backward."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__(width, width)
-        self.noted: list[Any] = []
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.noted.append(self.state())
-        return super().forward(Note.apply(super().forward(x), lambda: self.noted.append(self.state())))
-
-    def state(self) -> tuple[Any, Any]:
-        state = stock.fully_shard.state(self)
-        return state._training_state, state._fsdp_param_group._training_state
+def _watch(module: Any, x: torch.Tensor) -> torch.Tensor:
+    """Notes them in forward, and in the middle of backward."""
+    _note_states(module)
+    hidden = module.linear(x)
+    hidden.register_hook(lambda gradient: _note_states(module))
+    return module.linear(hidden)
 
 
 @on_ranks(2)
 def test_training_states(rank: int, world_size: int) -> None:
     noted = []
     for api in (stock, shardkit):
-        model = nn.Sequential(Watching(5), Watching(5))
+        model = nn.Sequential(*(Composed(_watch, linear=nn.Linear(5, 5), noted=[]) for _ in range(2)))
         for child in model:
             api.fully_shard(child)
         api.fully_shard(model)
         model(torch.randn(2, 5)).sum().backward()
-        noted.append([[*child.noted, child.state()] for child in model])
+        for child in model:
+            _note_states(child)
+        noted.append([child.noted for child in model])
     assert noted[1] == noted[0]
     assert noted[0][1][0] == (TrainingState.FORWARD, TrainingState.FORWARD)
 

@@ -152,14 +152,6 @@ def test_blocks_that_cross_ranks_are_refused(rank: int, world_size: int) -> None
     assert all(isinstance(p, DTensor) for p in optimizer.param_groups[0]["params"])
 
 
-@pytest.mark.parametrize("name", ["LAMB8bit", "LARS8bit", "AdEMAMix8bit"])
-def test_optimizers_that_read_whole_parameters_are_refused(name: str) -> None:
-    options = {"momentum": 0.9} if name == "LARS8bit" else {}
-    cls = getattr(pytest.importorskip("bitsandbytes").optim, name)
-    with pytest.raises(TypeError, match=f"{name} is not known to update each element"):
-        optimizer_step_on_shards(cls([nn.Parameter(torch.ones(2))], lr=0.1, **options))
-
-
 @pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit"])
 @on_ranks(2, timeout=120)
 def test_torchao_steps_as_on_dtensors(rank: int, world_size: int, name: str) -> None:

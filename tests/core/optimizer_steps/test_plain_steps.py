@@ -151,14 +151,22 @@ def test_optimizers_that_torch_refuses_on_dtensors(
         torch.testing.assert_close(sharded.full_tensor(), whole)
 
 
-def test_optimizers_that_read_whole_parameters_are_refused() -> None:
-    class Mine(torch.optim.SGD):
-        pass
+class OwnAdamW(torch.optim.AdamW):
+    """A subclass may do anything, so shardkit does not take it for element-wise."""
 
-    parameter = nn.Parameter(torch.ones(2))
-    for optimizer in (Mine([parameter], lr=0.1), torch.optim.LBFGS([parameter])):
-        with pytest.raises(TypeError, match=type(optimizer).__name__ + " is not known to update each element"):
-            optimizer_step_on_shards(optimizer)
+    steps_each_parameter_alone = True
+
+
+@pytest.mark.parametrize(
+    ("package", "name"),
+    [(__name__, "OwnAdamW"), ("torch.optim", "LBFGS")]
+    + [("bitsandbytes.optim", name) for name in ("LAMB8bit", "LARS8bit", "AdEMAMix8bit")],
+)
+def test_optimizers_that_read_whole_parameters_are_refused(package: str, name: str) -> None:
+    options = {"momentum": 0.9} if name == "LARS8bit" else {}
+    optimizer = optimizer_for(f"{package}.{name}", [nn.Parameter(torch.ones(2))], **options)
+    with pytest.raises(TypeError, match=f"{name} is not known to update each element"):
+        optimizer_step_on_shards(optimizer)
 
 
 # -- on Owned and Blocks: the same as in one process -----------------------------------------------------------------
@@ -189,10 +197,7 @@ class EveryOther(torch.optim.Optimizer):
 OWNED: dict[str, dict[str, Any]] = {
     "tests.core.optimizer_steps.test_plain_steps.EveryOther": {},
     "torch.optim.Muon": {"lr": 0.02, "weight_decay": 0.1},
-    "torch.optim.Adafactor": {"lr": 0.05},
     "pytorch_optimizer.SOAP": {"precondition_frequency": 2},
-    "pytorch_optimizer.Shampoo": {"preconditioning_compute_steps": 3},
-    "heavyball.SOAP": {},
 }
 
 
@@ -373,12 +378,6 @@ MIXES: dict[str, Callable[[nn.Parameter], object]] = {
     "plain and shard": lambda p: None,
     "two meshes": lambda p: None,
 }
-
-
-class OwnAdamW(torch.optim.AdamW):
-    """A subclass may do anything, so shardkit does not take it for element-wise."""
-
-    steps_each_parameter_alone = True
 
 
 def mixed(mix: str, world_size: int) -> nn.Module:

@@ -1,5 +1,6 @@
 """Tensor subclasses that bring their own all-gather, in torchao's manner, against stock and the mathematics."""
 
+from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import pytest
@@ -114,8 +115,9 @@ def test_arguments_of_the_hooks(rank: int, world_size: int) -> None:
         linear.weight = nn.Parameter(wire(linear.weight.detach()))
         shardkit.fully_shard(linear, mesh=mesh, mp_policy=policy)
         linear.unshard()
-        assert linear.weight.dtype == torch.bfloat16
-        assert linear.weight.shape == (16, 8)
+        unsharded = linear.weight
+        assert unsharded.dtype == torch.bfloat16
+        assert unsharded.shape == (16, 8)
         linear.reshard()
         assert isinstance(linear.weight, DTensor)
         assert isinstance(linear.weight.to_local(), wire)
@@ -213,63 +215,45 @@ def test_uneven_padded_by_the_hook(rank: int, world_size: int, kind: type[Padded
     assert isinstance(linear.weight.to_local(), kind)
 
 
-class UnpaddedOnTheWire(WireWeight):
-    def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
-        return (self._inner.to(torch.bfloat16),), None
-
-    fsdp_post_all_gather = BFloat16OnTheWire.fsdp_post_all_gather
+def _gathered_by(before: Callable[..., Any], after: Any = BFloat16OnTheWire.fsdp_post_all_gather) -> type[WireWeight]:
+    """A class with these hooks, of which `after` may be missing."""
+    hooks = {"fsdp_pre_all_gather": before, "fsdp_post_all_gather": after}
+    return type("Wire", (WireWeight,), {name: hook for name, hook in hooks.items() if hook is not None})
 
 
 @on_ranks(2, 4)
 def test_uneven_shards_are_refused_on_every_rank(rank: int, world_size: int) -> None:
     linear = nn.Linear(3, 5, bias=False)
-    linear.weight = nn.Parameter(UnpaddedOnTheWire(linear.weight.detach()))
+    wire = _gathered_by(lambda weight, mesh: ((weight._inner.bfloat16(),), None))
+    linear.weight = nn.Parameter(wire(linear.weight.detach()))
     shardkit.fully_shard(linear, mesh=rank_mesh((world_size,)))
     with pytest.raises(ValueError, match=r"(?s)'weight'.*\(5, 3\).*pad"):
         linear(torch.ones(1, 3).bfloat16())
 
 
-class WrongArity(WireWeight):
-    def fsdp_pre_all_gather(self, mesh: DeviceMesh, something: int) -> Any:
-        raise AssertionError("never called")
-
-    fsdp_post_all_gather = BFloat16OnTheWire.fsdp_post_all_gather
-
-
-class Unjoinable(WireWeight):
-    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> Any:
-        return (self._inner.abs().amax(0),), None
-
-    fsdp_post_all_gather = BFloat16OnTheWire.fsdp_post_all_gather
-
-
-class JoinedOnAnotherDim(WireWeight):
-    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> Any:
-        return (Joined(self._inner, 2),), None
-
-    fsdp_post_all_gather = BFloat16OnTheWire.fsdp_post_all_gather
-
-
-class OnlyPre(WireWeight):
-    fsdp_pre_all_gather = BFloat16OnTheWire.fsdp_pre_all_gather
-
-
 @on_ranks(2)
 def test_malformed_hooks(rank: int, world_size: int) -> None:
-    for wire, error, message in (
-        (WrongArity, TypeError, "'weight' takes 2 arguments"),
-        (Unjoinable, ValueError, r"'weight' .* shape \(4,\), .* on dim 1; expected \(16, 4\), or \(16,\) and any"),
-        (JoinedOnAnotherDim, ValueError, r"'weight' .* shape \(16, 4\) joined on dim 2"),
-    ):
+    def shard_and_run(wire: type[WireWeight]) -> None:
         linear = nn.Linear(8, 16, bias=False)
         linear.weight = nn.Parameter(wire(linear.weight.detach()))
         shardkit.fully_shard(linear, mesh=rank_mesh((world_size,)), shard_placement_fn=columns)
+        linear(torch.ones(1, 8))
+
+    for before, error, message in (
+        (lambda weight, mesh, something: None, TypeError, "'weight' takes 2 arguments"),
+        (
+            lambda weight, mesh: ((weight._inner.abs().amax(0),), None),
+            *(ValueError, r"'weight' .* shape \(4,\), .* on dim 1; expected \(16, 4\), or \(16,\) and any"),
+        ),
+        (
+            lambda weight, mesh: ((Joined(weight._inner, 2),), None),
+            *(ValueError, r"'weight' .* shape \(16, 4\) joined on dim 2"),
+        ),
+    ):
         with pytest.raises(error, match=message):
-            linear(torch.ones(1, 8))
-    linear = nn.Linear(8, 16, bias=False)
-    linear.weight = nn.Parameter(OnlyPre(linear.weight.detach()))
+            shard_and_run(_gathered_by(before))
     with pytest.raises(TypeError, match=r"'weight'.*fsdp_post_all_gather"):
-        shardkit.fully_shard(linear, mesh=rank_mesh((world_size,)))
+        shard_and_run(_gathered_by(BFloat16OnTheWire.fsdp_pre_all_gather, None))
 
 
 @on_ranks(1, 2)

@@ -1,9 +1,9 @@
 """Tickets on CPU: when a program moves, which memory stays alive, and how failures are reported."""
 
-import contextlib
 import gc
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from unittest import mock
 
 import pytest
 import torch
@@ -122,95 +122,49 @@ def test_abandon_waits_ignores_errors_and_closes() -> None:
     ticket.abandon()
 
 
-class _Device:
-    """A device module that records the calls of a stream lane, for machines without streams."""
-
-    def __init__(self) -> None:
-        self.log: list[str] = []
-        self.current = "compute"
-
-    def Stream(self, device: torch.device, priority: int) -> "_Stream":  # noqa: N802 (the module's own spelling)
-        return _Stream(self, f"lane{priority}")
-
-    def current_stream(self, device: torch.device) -> "_Stream":
-        return _Stream(self, self.current)
-
-    def Event(self, enable_timing: bool) -> str:  # noqa: N802 (the module's own spelling)
-        assert enable_timing
-        return "time"
-
-    @contextlib.contextmanager
-    def stream(self, stream: "_Stream") -> Iterator[None]:
-        outer, self.current = self.current, stream.name
-        try:
-            yield
-        finally:
-            self.current = outer
-
-
-class _Stream:
-    def __init__(self, device: _Device, name: str) -> None:
-        self.device, self.name = device, name
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Stream) and other.name == self.name
-
-    def __hash__(self) -> int:
-        return hash(self.name)
-
-    def record_event(self, event: str = "") -> str:
-        self.device.log.append(f"{self.name} records {event}".rstrip())
-        return f"{event or 'event'} of {self.name}"
-
-    def wait_event(self, event: str) -> None:
-        self.device.log.append(f"{self.name} waits for {event}")
-
-
-def _stream_lane(monkeypatch: pytest.MonkeyPatch) -> tuple[_Device, StreamLane]:
-    device = _Device()
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> mock.MagicMock:
+    """A device module with a lane's stream and another one, for machines without streams."""
+    device = mock.MagicMock()
+    device.is_current_stream_capturing.return_value = False
     monkeypatch.setattr(torch, "get_device_module", lambda _: device)
+    return device
+
+
+def _calls(device: mock.MagicMock) -> list[str]:
+    """The calls of streams' methods, in order; `Stream()` is the lane's, `current_stream()` the other one."""
+    return [name for name, *_ in device.mock_calls if name.endswith(("_event", "__enter__", "__exit__", "program"))]
+
+
+def test_a_stream_lane_times_what_it_runs_and_who_waits_for_somebody_who_listens(device: mock.MagicMock) -> None:
+    def program() -> Program:
+        hold(torch.ones(1))
+        device.program()
+        yield [_Work()]  # type: ignore[list-item]
+        device.program()
+
     lane = make_lane(torch.device("cuda:0"), "all-gather", priority=-1)
     assert isinstance(lane, StreamLane)
-    return device, lane
-
-
-def _traced(device: _Device, scratch: torch.Tensor) -> Program:
-    hold(scratch)
-    device.log.append(f"program on {device.current}")
-    yield [_Work()]  # type: ignore[list-item]
-    device.log.append(f"rest on {device.current}")
-
-
-def test_a_stream_lane_times_what_it_runs_and_who_waits_for_somebody_who_listens(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    device, lane = _stream_lane(monkeypatch)
     with heard() as told:
-        lane.start(_traced(device, torch.ones(1)), "blocks.0").wait()
-    assert device.log == [
-        "compute records",
-        "lane-1 waits for event of compute",
-        "lane-1 records time",
-        "program on lane-1",
-        "rest on lane-1",
-        "lane-1 records",
-        "lane-1 records time",
-        "compute records time",
-        "compute waits for event of lane-1",
-        "compute records time",
+        lane.start(program(), "blocks.0").wait()
+    assert _calls(device) == [
+        *("current_stream().record_event", "Stream().wait_event"),
+        "Stream().record_event",  # the time
+        *("stream().__enter__", "program", "program", "stream().__exit__"),
+        *("Stream().record_event", "Stream().record_event"),
+        *("current_stream().record_event", "current_stream().wait_event", "current_stream().record_event"),
     ]
+    on_lane, elsewhere = device.Stream().record_event(), device.current_stream().record_event()
     launched, waited = told
     assert isinstance(launched, events.Launched)
     assert isinstance(waited, events.WaitFinished)
-    assert launched.span == events.DeviceSpan("time of lane-1", "time of lane-1")
-    assert waited.span == events.DeviceSpan("time of compute", "time of compute")
+    assert launched.span == events.DeviceSpan(on_lane, on_lane)
+    assert waited.span == events.DeviceSpan(elsewhere, elsewhere)
     assert (launched.fqn, waited.fqn, waited.operation) == ("blocks.0", "blocks.0", "all-gather")
 
 
-def test_a_stream_lane_names_the_group_of_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    device, lane = _stream_lane(monkeypatch)
-    bad = [_Work(OSError("peer left"))]
+def test_a_stream_lane_names_the_group_of_a_failure(device: mock.MagicMock) -> None:
+    lane = make_lane(torch.device("cuda:0"), "all-gather")
     with pytest.raises(RuntimeError, match=r"^blocks\.0: launching all-gather failed: peer left"):
-        lane.start(_program([], bad), "blocks.0")
-    assert device.log[-2:] == ["lane-1 records", "compute waits for event of lane-1"]
-    assert device.current == "compute"
+        lane.start(_program([], [_Work(OSError("peer left"))]), "blocks.0")
+    assert _calls(device)[-3:] == ["stream().__exit__", "Stream().record_event", "current_stream().wait_event"]
