@@ -18,9 +18,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.docs.blocks import blocks  # noqa: E402
-from tests.docs.blocks import run as run_block  # noqa: E402
-from tests.packaging.workspace import Package, packages  # noqa: E402
+from scripts.page_blocks import blocks  # noqa: E402
+from scripts.page_blocks import run as run_block  # noqa: E402
+from scripts.workspace import Package, packages  # noqa: E402
 
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
 # Imports every module, so that one which needs an undeclared distribution is found even if no example reaches it.

@@ -27,7 +27,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.packaging.workspace import Package, packages  # noqa: E402
+from scripts.workspace import Package, packages  # noqa: E402
 
 
 def main() -> int:

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from _pytest.mark.structures import ParameterSet
 
+from scripts.page_blocks import PAGES, READMES, blocks, run, unseen
+from scripts.workspace import ROOT
 from shardkit.core.torch_compat import GRAD_DTYPE_DECIDES
-from tests.docs.blocks import PAGES, READMES, blocks, run, unseen
-from tests.packaging.workspace import ROOT
 
 # How-to pages that take some seconds.
 QUICK = ("estimate", "hang", "mixed-precision", "offload", "trainers")

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tests.packaging.workspace import ROOT
+from scripts.workspace import ROOT
 
 sys.path.insert(0, str(ROOT / "website"))
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.blocks import PAGES as ALL
-from tests.packaging.workspace import ROOT
+from scripts.page_blocks import PAGES as ALL
+from scripts.workspace import ROOT
 
 sys.path.insert(0, str(ROOT / "website"))
 

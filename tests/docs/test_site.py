@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.packaging.workspace import ROOT
+from scripts.workspace import ROOT
 from tests.tools.browser import Page, browser, installed
 
 

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
 
+from scripts.workspace import ROOT
 from tests.legacy_fsdp_compat import both
 from tests.legacy_fsdp_compat.both import CPU, OPTIMIZERS, Block, Model, batch, build, loss_of, named_parameters, train
-from tests.packaging.workspace import ROOT
 from tests.support.models import Composed
 
 ARGUMENTS, METHODS = "Arguments of FullyShardedDataParallel", "Methods and properties"

@@ -5,7 +5,7 @@ import runpy
 from importlib import metadata
 from urllib.parse import unquote
 
-from tests.packaging.workspace import ROOT, packages
+from scripts.workspace import ROOT, packages
 
 README = (ROOT / "README.md").read_text()
 PROJECTS = {one.distribution: one.project for one in packages()}

@@ -5,7 +5,7 @@ from graphlib import CycleError, TopologicalSorter
 
 import pytest
 
-from tests.packaging.workspace import Import, Package, Source, packages
+from scripts.workspace import Import, Package, Source, packages
 
 CORE = "shardkit.core"
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.packaging.workspace import ROOT, Source, packages
+from scripts.workspace import ROOT, Source, packages
 
 SOURCES = [source for package in packages() for source in package.sources()]
 DRAWERS = {"utils", "util", "common", "helpers", "helper", "misc"}

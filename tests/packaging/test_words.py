@@ -1,12 +1,12 @@
 """Phrases that native readers stumble over stay out of what people read. The list grows when a review finds another."""
 
 import ast
+import itertools
 import re
-import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.packaging.workspace import ROOT, packages
+from scripts.workspace import ROOT, packages
 
 BETTER = {
     r"\b(?:is|are) no (?!longer\b|more\b|less\b|such\b|wider\b|larger\b)[a-zA-Z`]\w*": "is not a ..., are not ...",
@@ -63,16 +63,10 @@ def _strings(source: str) -> Iterator[str]:
 
 def _comments(source: str) -> Iterator[str]:
     """The comments; those on consecutive lines are one text."""
-    last, lines = 0, []
-    for token in tokenize.generate_tokens(iter(source.splitlines(keepends=True)).__next__):
-        if token.type == tokenize.COMMENT:
-            if lines and token.start[0] > last + 1:
-                yield " ".join(lines)
-                lines = []
-            last = token.start[0]
-            lines.append(token.string.lstrip("# "))
-    if lines:
-        yield " ".join(lines)
+    found = [re.search(r"(?:^ *|  )#+ (.*)", line) for line in source.splitlines()]
+    for are_comments, lines in itertools.groupby(found, bool):
+        if are_comments:
+            yield " ".join(line[1] for line in lines)
 
 
 def stumbles_in_source(source: str) -> list[tuple[str, str]]:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from scripts.workspace import ROOT
 from shardkit.autoinstall import VARIABLE
 from shardkit.autoinstall.run import main, run
-from tests.packaging.workspace import ROOT
 
 SOURCES = ROOT / "packages" / "core" / "src"
 TRAIN = """
