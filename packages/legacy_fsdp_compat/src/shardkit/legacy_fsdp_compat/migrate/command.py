@@ -64,12 +64,6 @@ def _run(options: argparse.Namespace) -> int:
     source = options.source[0] if len(options.source) == 1 else options.source
     checkpoint = open_checkpoint(source, known.shapes, without=options.without)
     ranks = _ranks(options, checkpoint, known)
-    if isinstance(ranks, LocalRanks) and ranks.wrapping.parted:
-        checkpoint.notes.append(
-            f"{list(ranks.wrapping.parted)} are tied to parameters of other FSDP modules, and FSDP1 keeps a copy "
-            f"in each: these files are for stock FSDP1. shardkit keeps them tied; for it convert to '{SHARDED}' or "
-            "'dcp'"
-        )
     return run_conversion(
         options,
         checkpoint,

@@ -206,7 +206,7 @@ def convert(
             partial(LocalWriter, ranks=ranks),
             f"{ranks.count} of {json.dumps(ranks.wrapping.as_config())}",
         )
-        shapes = ranks.wrapping.known.given
+        shapes = ranks.wrapping.shapes
     elif make is None or ranks is not None:
         raise CheckpointError(
             f"unknown format '{to}' for {type(ranks).__name__}, expected one of {', '.join(FORMATS)}, '{SHARDED}' with "

@@ -144,7 +144,7 @@ def found_config(files: list[RankFile], base: LeafPath, shapes: ModelShapes, cut
             return wrapping.as_config()
         found = {unit: tuple(one for one in _CANDIDATES if _fits(files, base, wrapping, unit, one)) for unit in units}
         return Wrapping(names, found, buffers, True).as_config() if all(found.values()) else None
-    except CheckpointError:  # ties across units with use_orig_params=True, which only ours runs
+    except CheckpointError:  # ties across units, which only ours keeps
         return None
 
 
@@ -201,9 +201,8 @@ def local_checkpoint(files: list[RankFile], shapes: ModelShapes | None) -> Check
         )
     checkpoint = Checkpoint("LOCAL", [str(file.path) for file in files], len(files))
     bases = dict.fromkeys(path[:-1] for file in files for path in file.leaves if _is_flat(path))
-    models = [_model(checkpoint, files, base, shapes) for base in bases]
-    known, first = models[0]
-    checkpoint.config = found_config(files, next(iter(bases)), known, {cut.name for unit in first for cut in unit})
+    first, *_ = [_model(checkpoint, files, base, shapes) for base in bases]
+    checkpoint.config = found_config(files, next(iter(bases)), shapes, {cut.name for unit in first for cut in unit})
     of_groups = (path for file in files for path in file.leaves if _GROUPS in path)
     optimizers = dict.fromkeys(path[: path.index(_GROUPS)] for path in of_groups)
     of_optimizers = tuple((*base, key) for base in optimizers for key in (_STATE, _GROUPS))
@@ -215,11 +214,9 @@ def local_checkpoint(files: list[RankFile], shapes: ModelShapes | None) -> Check
     return checkpoint
 
 
-def _model(
-    checkpoint: Checkpoint, files: list[RankFile], base: LeafPath, shapes: ModelShapes
-) -> tuple[ModelShapes, list[list[Cut]]]:
-    """Adds one model's parameters and buffers, in order of the shapes; returns these as the files have ties, and how
-    its parameters were cut: a list for each parameter that the optimizer had.
+def _model(checkpoint: Checkpoint, files: list[RankFile], base: LeafPath, shapes: ModelShapes) -> list[list[Cut]]:
+    """Adds one model's parameters and buffers, in order of the shapes; returns how its parameters were cut: a list for
+    each parameter that the optimizer had.
     """
     beside = {path: value for file in files for path, value in file.leaves.items() if path[:-1] == base}
     here = {path[-1] for path, value in beside.items() if isinstance(value, torch.Tensor) and not _is_flat(path)}
@@ -235,7 +232,10 @@ def _model(
     tensors = {name: _from_cut(files, (*base, name), cut, (*base, name)) for name, cut in cuts.items()}
     if not cuts:
         flats = {unit: stored_shards(files, path) for unit, path in _flats(files, base).items()}
-        shapes, wrapping = _wrapping_in_files(checkpoint, flats, len(files), shapes, here)
+        prefixes = tuple(f"{unit}." if unit else "" for unit in flats)
+        # Names outside every FSDP module are buffers, even if the files lack them.
+        buffers = here.union(name for name in shapes.own if not name.startswith(prefixes))
+        wrapping = Wrapping(shapes.own, dict.fromkeys(flats, (None,)), frozenset(buffers), use_orig_params=False)
         units = [_flat_unit(tensors, files, flat, unit, wrapping) for unit, flat in flats.items()]
     for name in shapes.given:
         first = shapes.ties.get(name, name)
@@ -249,7 +249,7 @@ def _model(
         if not isinstance(value, torch.Tensor):
             add_leaf(checkpoint, files, path)
     _check_shard_sizes(files, base, cuts)
-    return shapes, units
+    return units
 
 
 def _check_tie(files: list[RankFile], base: LeafPath, name: str, first: StoredTensor, cut: Cut) -> None:
@@ -264,30 +264,6 @@ def _check_tie(files: list[RankFile], base: LeafPath, name: str, first: StoredTe
             f"the shapes tie '{name_of((*base, name))}' to '{cut.name}', but {listed[0].path} and the files of the "
             "other ranks store different values for it: it was not tied. Give it its own shape"
         )
-
-
-def _wrapping_in_files(
-    checkpoint: Checkpoint, flats: dict[str, StoredTensor], count: int, shapes: ModelShapes, buffers: set[str]
-) -> tuple[ModelShapes, Wrapping]:
-    """The shapes, with the ties in the files of `count` ranks, and how the parameters were wrapped. FSDP1 keeps a copy
-    of a tied parameter in each FSDP module, and these copies train separately; here they stay tied. The length of the
-    flat tensors tells which was the case.
-    """
-    prefixes = tuple(f"{unit}." if unit else "" for unit in flats)
-    # Names outside every FSDP module are buffers, even if the files lack them.
-    buffers = buffers.union(name for name in shapes.given if not name.startswith(prefixes))
-    parting, tied = (
-        Wrapping(given, dict.fromkeys(flats, (None,)), frozenset(buffers), use_orig_params=False)
-        for given in (shapes.given, shapes.own)
-    )
-    if not parting.parted or any(parting.layout(u, count, one.dtype).numel != one.numel for u, one in flats.items()):
-        return shapes, tied
-    for name, first in parting.parted.items():
-        checkpoint.notes.append(
-            f"'{name}' is tied to '{first}' of another FSDP module in the model, but not in the files, as "
-            "FSDP1 has trained them apart; both are converted"
-        )
-    return parting.known, parting
 
 
 def _piece_cut(files: list[RankFile], path: LeafPath, shape: tuple[int, ...]) -> Cut | None:
@@ -330,7 +306,8 @@ def _flat_unit(
             f"'{flat.name}' has {flat.numel} elements in {files[0].path} and others, the parameters that the shapes "
             f"have below '{unit}' make {layout.numel}: {list(shapes.items())}. Give the shapes of the model that "
             "was saved, in its order, and mark tied parameters (in JSON as "
-            '"name": "the other name"; --model finds them)'
+            '"name": "the other name"; --model finds them), but not those of two FSDP modules: FSDP1 keeps a copy in '
+            "each, with a shape of its own"
         )
     ranks = range(len(files))
     cuts = []

@@ -154,7 +154,6 @@ class LocalWriter(ShardedWriter):
         check_shapes(checkpoint, ranks.wrapping.known)
         bases = dict.fromkeys(path[:-1] for path in checkpoint.tensors if path[-1] in ranks.wrapping.known.given)
         self._check_ties(bases)
-        self._check_parted()
         self._units = {base: {unit: self._unit(base, unit) for unit in ranks.wrapping.units} for base in bases}
 
     def _check_ties(self, bases: Iterable[LeafPath]) -> None:
@@ -167,19 +166,6 @@ class LocalWriter(ShardedWriter):
                         f"'{name_of((*base, name))}' is tied to '{first}' in the model, but has other values in the "
                         "checkpoint: only one of them can be written; give it a shape of its own, or another wrapping"
                     )
-
-    def _check_parted(self) -> None:
-        """Checks that state exists for all parameters of an FSDP module or for none: FSDP1 loads no other."""
-        paths = (*self._checkpoint.tensors, *self._checkpoint.objects)
-        states = {path[:-1] for path in paths if len(path) > 2 and path[-3] == "state"}
-        for name, first in self._wrapping.parted.items():
-            lacking = [path for path in states if path[-1] == first and (*path[:-1], name) not in states]
-            if name in self._wrapping.known.own and lacking:
-                raise CheckpointError(
-                    f"'{name}' is tied to '{first}' of another FSDP module, which FSDP1 parts, but the checkpoint has "
-                    f"optimizer state for '{name_of(lacking[0])}' alone; leave the optimizer out (--without "
-                    f"{name_of(lacking[0][:-2])})"
-                )
 
     def _unit(self, base: LeafPath, unit: str) -> _Unit:
         names = self._wrapping.members[unit]

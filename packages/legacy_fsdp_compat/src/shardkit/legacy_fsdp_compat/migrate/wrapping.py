@@ -110,8 +110,7 @@ class Wrapping:
         use_orig_params: FSDP1's flag.
 
     Raises:
-        CheckpointError: for invalid shapes, for parameters in no unit, and, with use_orig_params=True, for parameters
-            tied across units.
+        CheckpointError: for invalid shapes, and for parameters in no unit or tied across units.
     """
 
     shapes: Shapes
@@ -120,33 +119,18 @@ class Wrapping:
     use_orig_params: bool
 
     def __post_init__(self) -> None:
-        parted = list(self.parted.items())
-        if parted and self.use_orig_params:
-            name, first = parted[0]
-            raise CheckpointError(
-                f"'{name}' is tied to '{first}' of another FSDP module: with use_orig_params=True "
-                "FSDP1's forward fails then; wrap both in one, or take use_orig_params=False, which parts them"
-            )
-
-    @property
-    def parted(self) -> dict[str, str]:
-        """Names that are tied to a parameter of another unit -> the name they are tied to."""
-        given = ModelShapes.of(self.shapes).ties
-        return {name: first for name, first in given.items() if self.known.ties.get(name) != first}
+        units = {name: self.unit_of(name) for name in self.parameters}
+        for name, first in self.known.ties.items():
+            if name in units and units.get(first) != units[name]:
+                raise CheckpointError(
+                    f"'{name}' is tied to '{first}' of another FSDP module, each of which has a copy of it in FSDP1; "
+                    "wrap both in one, or give it a shape of its own"
+                )
 
     @cached_property
     def known(self) -> ModelShapes:
-        """Shapes and ties as FSDP1 has them: each FSDP module owns what it wraps, so for parameters tied across several
-        modules, each keeps a separate copy and trains it.
-        """
-        given = ModelShapes.of(self.shapes)
-        first: dict[tuple[str, str], str] = {}
-        shapes = dict(self.shapes)
-        for name in self.parameters:
-            tied = given.ties.get(name, name)
-            known = first.setdefault((tied, self.unit_of(name)), name)
-            shapes[name] = given.shape(name) if known == name else known
-        return ModelShapes.of(shapes)
+        """The shapes, with ties told apart."""
+        return ModelShapes.of(self.shapes)
 
     @property
     def parameters(self) -> list[str]:
