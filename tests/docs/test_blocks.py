@@ -11,7 +11,7 @@ from scripts.workspace import ROOT
 from shardkit.core.torch_compat import GRAD_DTYPE_DECIDES
 
 # How-to pages that take some seconds.
-QUICK = ("estimate", "hang", "mixed-precision", "offload", "trainers")
+QUICK = ("estimate", "mixed-precision", "offload", "trainers")
 
 
 def _name(page: Path) -> str:

@@ -74,19 +74,22 @@ def test_the_slurm_script_trains_on_two_nodes(nodes: Path):
 
 @pytest.mark.parametrize("trainer", ["accelerate", "torchtitan"])
 def test_a_plan_is_a_configuration_that_the_trainer_reads(trainer: str, tmp_path):
+    reader = {"accelerate": "accelerate.commands.config.config_args", "torchtitan": "torchtitan.config.manager"}[
+        trainer
+    ]
+    read_by = pytest.importorskip(reader)
     out, model = tmp_path / "plan", RECIPES / "llama-tiny.json"
     options = ["--sequence=64", "--world-size=16", "--most-micro-batch=2", "--global-batch=64"]
     options += [f"--hf-config={model}", f"--format={trainer}", f"--write={out}"]
     succeeded([sys.executable, "-m", "shardkit.tools", "plan", *options])
     text = out.read_text()
     if trainer == "accelerate":
-        read = pytest.importorskip("accelerate.commands.config.config_args").load_config_from_file(str(out))
+        read = read_by.load_config_from_file(str(out))
         assert (read.num_machines, read.num_processes, read.fsdp_config["fsdp_version"]) == (2, 16, 2)
         assert read.fsdp_config["fsdp_transformer_layer_cls_to_wrap"] == "LlamaDecoderLayer"
     else:
-        manager = pytest.importorskip("torchtitan.config.manager").ConfigManager()
         words = [word for line in text.splitlines() if not line.startswith("#") for word in line.split()]
-        read = manager.parse_args(["--module", "llama3", "--config", "llama3_debugmodel", *words])
+        read = read_by.ConfigManager().parse_args(["--module", "llama3", "--config", "llama3_debugmodel", *words])
         assert read.training.global_batch_size == 64 and read.parallelism.tensor_parallel_degree in (1, 2, 4, 8)
         degrees = read.parallelism
         both = degrees.data_parallel_replicate_degree * degrees.data_parallel_shard_degree
