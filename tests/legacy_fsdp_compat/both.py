@@ -72,7 +72,9 @@ class Setting:
     use_orig_params: bool = True
     optimizer: str = "sgd"
     policy: bool = True
-    steps: int = 3
+
+    def __str__(self) -> str:
+        return f"{self.strategy}-{'orig' if self.use_orig_params else 'flat'}-{self.optimizer}"
 
 
 def build(seed: int = 0) -> Model:

@@ -16,7 +16,16 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from shardkit.legacy_fsdp_compat.migrate import CheckpointError, convert, open_checkpoint
 from shardkit.legacy_fsdp_compat.migrate.rank_files import Box, from_boxes
 from shardkit.tp_adapter.extensions import DTensorExtensions
-from tests.legacy_fsdp_compat.both import CPU, OURS, STOCK, TOLERANCE, Engine, assert_same_tensors, tensors_of
+from tests.legacy_fsdp_compat.both import (
+    CPU,
+    OPTIMIZERS,
+    OURS,
+    STOCK,
+    TOLERANCE,
+    Engine,
+    assert_same_tensors,
+    tensors_of,
+)
 from tests.support import on_ranks, run_ranks
 from tests.support.meshes import rank_mesh
 
@@ -36,10 +45,6 @@ class Pair(nn.Module):
 
 def batch(place: int, step: int) -> torch.Tensor:
     return torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * step + place))
-
-
-def adam(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.Adam(model.parameters(), lr=0.01, eps=1e-3)
 
 
 def build(seed: int, hidden: int = 8) -> nn.Module:
@@ -72,7 +77,7 @@ def full_state(model: Any) -> dict[str, torch.Tensor]:
 def test_training_and_state_dicts(rank: int, world_size: int, kind: str) -> None:
     names, place = OURS.api, rank_mesh((2, 2), ("dp", "tp")).get_coordinate()[0]
     model, plain = wrapped(0), build(0)
-    optimizer, its_optimizer = adam(model), adam(plain)
+    optimizer, its_optimizer = OPTIMIZERS["adam"](model.parameters()), OPTIMIZERS["adam"](plain.parameters())
     train(model, optimizer, [place], range(2))
     train(plain, its_optimizer, [0, 1], range(2))
     assert_same_tensors(dict(plain.state_dict()), full_state(model), **TOLERANCE)
@@ -85,7 +90,7 @@ def test_training_and_state_dicts(rank: int, world_size: int, kind: str) -> None
     whole = average.full_tensor() if kind == "SHARDED" else average
     torch.testing.assert_close(whole, its_optimizer.state[plain[0].up.weight]["exp_avg"], **TOLERANCE)
     other = wrapped(1)
-    other_optimizer = adam(other)
+    other_optimizer = OPTIMIZERS["adam"](other.parameters())
     with OURS.of_type(kind, other):
         other.load_state_dict(state)
         other_optimizer.load_state_dict(names.FSDP.optim_state_dict_to_load(other, other_optimizer, optim))
@@ -123,7 +128,7 @@ def write(rank: int, world_size: int, engine: Engine, hidden: int, use_orig_para
     model = names.FSDP(
         model, device_mesh=mesh["dp"], auto_wrap_policy=policy, use_orig_params=use_orig_params, device_id=CPU
     )
-    optimizer = adam(model)
+    optimizer = OPTIMIZERS["adam"](model.parameters())
     for step in range(2):
         optimizer.zero_grad()
         model(batch(mesh.get_coordinate()[0], step)).square().mean().backward()

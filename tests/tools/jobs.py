@@ -1,4 +1,4 @@
-"""Training jobs of twelve kinds, each runnable with real ranks and with fake tensors."""
+"""Training jobs of eleven kinds, each runnable with real ranks and with fake tensors."""
 
 from collections.abc import Callable
 from functools import partial
@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
-from shardkit.core import CompressionPolicy, CPUOffloadPolicy, fully_shard
+from shardkit.core import CompressionPolicy, fully_shard
 from shardkit.tools import Policies, TrainingJob
 from tests.support.models import Attention, Composed
 from tests.support.sharding import shard_each
@@ -116,11 +116,6 @@ def two_dimensions(mesh: DeviceMesh) -> nn.Module:
     return shard_each(*model.layers, model, mesh=mesh["dp"])
 
 
-def offloaded(mesh: DeviceMesh) -> nn.Module:
-    model = GPT()
-    return shard_each(*model.layers, model, mesh=mesh, offload_policy=CPUOffloadPolicy())
-
-
 def compressed(mesh: DeviceMesh) -> nn.Module:
     """Parameters and gradients of the layers travel in fewer bytes, where ranks share no memory."""
     model = GPT()
@@ -139,7 +134,6 @@ JOBS: dict[str, TrainingJob] = {
     "moe": TrainingJob(partial(GPT, experts), tokens, policies=Policies(wrap=("FeedForward", "Layer"))),
     "lora": TrainingJob(lora, tokens, optimizer=sgd),
     "tied": TrainingJob(partial(GPT, tied=True), tokens),
-    "offloaded": TrainingJob(offloaded, tokens),
     "accumulation": TrainingJob(GPT, tokens, policies=Policies(accumulate=3, reshard_after_forward=False)),
     "checkpointing": TrainingJob(partial(GPT, recompute=True), tokens),
     "two_dimensions": TrainingJob(two_dimensions, tokens),

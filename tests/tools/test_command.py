@@ -144,23 +144,6 @@ def test_nothing_fits_a_tiny_limit(capsys):
     assert "ways fits" in capsys.readouterr().err
 
 
-def broken() -> None:
-    """A factory that fails."""
-    raise FileNotFoundError("weights.bin")
-
-
-def leaves() -> None:
-    """A factory that ends the program."""
-    sys.exit(0)
-
-
-@pytest.mark.parametrize(("name", "told"), [("broken", "raised FileNotFoundError"), ("leaves", "raised SystemExit")])
-def test_a_factory_that_fails_is_told(name: str, told: str, capsys):
-    for command in ("estimate", "plan"):
-        assert main([command, f"tests.tools.test_command:{name}", "--vocabulary", "9", "--world-size", "2"]) == 2
-        assert told in capsys.readouterr().err
-
-
 def test_a_fault_of_ours_is_one_line_and_three(monkeypatch, capsys):
     def fails(*_: object) -> None:
         raise KeyError("oops")

@@ -188,6 +188,10 @@ def broken() -> nn.Module:
     raise FileNotFoundError("weights.bin")
 
 
+def leaves() -> nn.Module:
+    raise SystemExit(0)
+
+
 def sharded(mesh: DeviceMesh) -> nn.Module:
     return fully_shard(linear(), mesh=mesh)
 
@@ -207,6 +211,7 @@ BF16, BLOCKS = Policies(param_dtype=torch.bfloat16), Policies(wrap=("Block",))
     ("model", "inputs", "options", "message"),
     [
         (broken, four, {}, r"building the model raised FileNotFoundError in line \d+ of .*: weights\.bin"),
+        (leaves, four, {}, "building the model raised SystemExit"),
         (routed, four, {"mesh": 2}, r"(?s)called in forward of ''.*shape depends on data"),
         (linear, WRONG, {"mesh": 2}, "an iteration raised "),
         (sharded, four, {"mesh": 2, "policies": BF16}, "the model comes sharded"),

@@ -105,7 +105,8 @@ def test_memory_is_counted_to_the_byte(world_size: int) -> None:
         assert unsharded["FSDPChain"] == ROOT_BYTES
 
 
-def _accumulates(rank: int, world_size: int) -> Report | None:
+@on_ranks(1, 2)
+def test_gradients_that_wait_for_a_later_micro_batch_are_counted(rank: int, world_size: int) -> None:
     model = sharded_chain()
     optimizer = adamw(model)
     with profile(model, optimizer) as run:
@@ -114,13 +115,8 @@ def _accumulates(rank: int, world_size: int) -> Report | None:
             backward(model)
             model.set_requires_gradient_sync(True)
             train(model, optimizer)
-    return run.report
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_gradients_that_wait_for_a_later_micro_batch_are_counted(world_size: int) -> None:
-    for rank in run_ranks(world_size, _accumulates)[0].ranks:
-        series = rank.memory.categories["gradients"]
+    for one in run.report.ranks if rank == 0 else ():
+        series = one.memory.categories["gradients"]
         # Between the two backwards nothing but the whole unsharded gradient is there.
         assert MODEL_BYTES in series.values
         assert max(series.values) <= MODEL_BYTES + MODEL_BYTES // world_size
@@ -177,7 +173,8 @@ def test_an_extent_must_make_sense() -> None:
         profile(nn.Linear(1, 1), steps=0)
 
 
-def _uneven(rank: int, world_size: int) -> Report | None:
+@on_ranks(4)
+def test_uneven_shards_and_padding_are_told(rank: int, world_size: int) -> None:
     model = fully_shard(nn.Linear(4, 5, bias=False))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with profile(model, optimizer) as run:
@@ -185,15 +182,11 @@ def _uneven(rank: int, world_size: int) -> Report | None:
             model(torch.randn(2, 4)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-    return run.report
-
-
-def test_uneven_shards_and_padding_are_told() -> None:
-    report = run_ranks(4, _uneven)[0]
-    # 5 rows in chunks of 2: the last rank has none, and 8 rows are allocated.
-    assert [sum(rank.shard_bytes.values()) for rank in report.ranks] == [32, 32, 16, 0]
-    (gather,) = [one for one in report.collectives if one.kind == "all-gather"]
-    assert (gather.bytes, gather.padding_bytes) == (80, 48)
+    if rank == 0:
+        # 5 rows in chunks of 2: the last rank has none, and 8 rows are allocated.
+        assert [sum(one.shard_bytes.values()) for one in run.report.ranks] == [32, 32, 16, 0]
+        (gather,) = [one for one in run.report.collectives if one.kind == "all-gather"]
+        assert (gather.bytes, gather.padding_bytes) == (80, 48)
 
 
 @on_ranks(2)
@@ -222,19 +215,16 @@ def test_a_log_that_cannot_be_read_is_told_on_every_rank(rank: int, world_size: 
     assert recording.report is None
 
 
-def _forward_only(rank: int, world_size: int) -> Report | None:
+@on_ranks(2)
+def test_without_an_optimizer_every_forward_is_a_step(rank: int, world_size: int) -> None:
     model = sharded_chain()
     with profile(model, activations=False) as run, torch.no_grad():
         for _ in range(3):
             model(torch.randn(BATCH, WIDTH))
-    return run.report
-
-
-def test_without_an_optimizer_every_forward_is_a_step() -> None:
-    for rank in run_ranks(2, _forward_only)[0].ranks:
-        assert [step.backward for step in rank.steps] == [0.0] * 3
-        assert per_step(rank).total() == BLOCKS + 1
-        assert max(rank.memory.categories["activations"].values, default=0) == 0
+    for one in run.report.ranks if rank == 0 else ():
+        assert [step.backward for step in one.steps] == [0.0] * 3
+        assert per_step(one).total() == BLOCKS + 1
+        assert max(one.memory.categories["activations"].values, default=0) == 0
 
 
 @on_ranks(2)
@@ -248,21 +238,18 @@ def test_recording_changes_no_bit_of_the_training(rank: int, world_size: int) ->
     assert losses[0] == losses[1]
 
 
-def _two_optimizers(rank: int, world_size: int) -> Report | None:
+@on_ranks(2)
+def test_the_state_of_every_optimizer_is_counted_from_its_first_step_on(rank: int, world_size: int) -> None:
     model = sharded_chain()
     halves = [[*model.blocks.parameters()], [*model.inp.parameters(), *model.out.parameters()]]
     optimizers = [torch.optim.AdamW(half, lr=1e-3) for half in halves]
     with profile(model, optimizers) as run:
         for _ in range(3):
             train(model, *optimizers)
-    return run.report
-
-
-def test_the_state_of_every_optimizer_is_counted_from_its_first_step_on() -> None:
-    report = run_ranks(2, _two_optimizers)[0]
-    assert report is not None and report.run.recorded_steps == 3
-    held = report.ranks[0].memory.categories["optimizer"].values
-    assert held[-1] == 2 * MODEL_BYTES // 2 + 4 * 2 * (BLOCKS + 2)
+    if rank == 0:
+        assert run.report.run.recorded_steps == 3
+        held = run.report.ranks[0].memory.categories["optimizer"].values
+        assert held[-1] == 2 * MODEL_BYTES // 2 + 4 * 2 * (BLOCKS + 2)
 
 
 @on_ranks(2)

@@ -1,5 +1,6 @@
 """`shardkit profile`: a script that knows nothing of it is recorded and reported; the replay of logs made by hand."""
 
+import socket
 import sys
 from pathlib import Path
 from typing import Any, cast
@@ -27,18 +28,24 @@ from tests.tools.installed import environment
 
 JOB = str(Path(__file__).with_name("small_job.py"))
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
+# Two ranks without a launcher, which would import torch once more.
+TWO = 'RANK=1 "$@" & RANK=0 "$@"; status=$?; wait; exit $status'
 
 
 @pytest.fixture(autouse=True)
 def _installed(tmp_path, monkeypatch) -> None:
-    for name, value in environment(tmp_path / "metadata").items():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    two = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+    for name, value in environment(tmp_path / "metadata", **two).items():
         monkeypatch.setenv(name, value)
 
 
 def test_a_script_is_recorded_without_touching_it(tmp_path, capsys) -> None:
     outputs = {flag: tmp_path / f"run{flag[1:]}" for flag in ("--out", "--html", "--trace")}
     flags = [text for flag, path in outputs.items() for text in (flag, str(path))]
-    command = [*TORCHRUN, "--nproc-per-node=2", JOB]
+    command = ["bash", "-c", TWO, "two", sys.executable, JOB]
     assert main(["profile", *flags, "--warmup", "2", "--steps", "3", "--", *command]) == 0
     report = read_report(outputs["--out"])
     assert report.run.command == command
@@ -65,7 +72,7 @@ def test_run_profile_and_watch_combine(tmp_path, monkeypatch, capfd) -> None:
 
 def test_what_was_recorded_before_a_failure_is_reported(tmp_path, capsys) -> None:
     out = tmp_path / "report.json"
-    command = [*TORCHRUN, "--nproc-per-node=2", JOB, "branch"]
+    command = ["bash", "-c", TWO, "two", sys.executable, JOB, "branch"]
     status = main(["profile", "--out", str(out), "--warmup", "0", "--steps", "2", "--no-activations", *command])
     assert status == 1
     assert "the command ended with status 1; reporting what was recorded" in capsys.readouterr().err

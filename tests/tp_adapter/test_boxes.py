@@ -257,17 +257,6 @@ def test_round_trips_over_any_ranks(move):
         assert torch.equal(local, region.take(fused).view(local.shape))
 
 
-@given(moves())
-def test_plain_whole_tensors_fill_what_each_rank_holds(move):
-    shape, blocks, mesh, _ = move
-    fused = torch.arange(1.0, 1 + math.prod(shape)).view(shape)
-    for region in mesh.regions(shape, blocks):
-        local = torch.zeros(region.shape)
-        for number, whole in enumerate(blocks.split(fused)):
-            logical_part(local, region, shape, blocks, number).copy_(whole)
-        assert torch.equal(local, region.take(fused).view(local.shape))
-
-
 def test_whole_is_a_copy_of_what_lies_here_entirely():
     blocks, fused = SubBlocks(("q", "k"), sizes=(2, 1)), torch.arange(6.0)
     q = logical_part(fused, Region.whole((6,)), (6,), blocks, 0)

@@ -18,7 +18,6 @@ from tests.tp_adapter.trainee import Trainee
     ("name", "shape"),
     [
         ("language", (2, 2)),
-        ("uneven", (2, 2)),
         ("uneven_language", (2, 2)),
         ("fused", (2, 2)),
         ("packed", (2, 2)),
