@@ -1,19 +1,15 @@
-"""The decisions of a plan, without communication: which items go direct, where the output lies, who is asked."""
+"""Which transport a process group gets."""
 
 import gc
 import weakref
 from types import SimpleNamespace
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from shardkit.core.runtime.choice import coalesces, transport_for
-from shardkit.core.runtime.collective import C10dTransport
-from shardkit.core.runtime.lanes import make_lane
-from shardkit.core.runtime.plan import Mean
 from shardkit.core.runtime.shared.transport import SharedTransport
-from tests.core.runtime.cases import CASES, CPU, F32, flats_for, gather_plan, reduce_plan
+from tests.core.runtime.cases import CPU
 from tests.support import on_ranks
 
 
@@ -41,22 +37,3 @@ def test_a_gloo_group_is_asked_once_and_not_kept(rank: int, world_size: int) -> 
     del first
     gc.collect()
     assert gone() is None, "the cache must not keep transports, which keep groups"
-
-
-@on_ranks(1, isolated=True)
-def test_an_unknown_backend_gets_plain_collectives(rank: int, world_size: int) -> None:
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.destroy_process_group()
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size * 8)
-    group = dist.group.WORLD
-    over = transport_for(group, CPU)
-    assert isinstance(over, C10dTransport)
-    for case in CASES.values():
-        plan = gather_plan(case, over)
-        sources = [torch.ones(i.layout.local_shape(rank)).to(i.dtype) for i in plan.items]
-        make_lane(CPU, "all-gather").start(plan.transport.gather(plan, sources, flats_for(plan)), plan.label).wait()
-        reduction = reduce_plan(case, over, F32, F32)
-        grads = [torch.ones(shape) for shape in case.shapes]
-        program = reduction.transport.reduce(reduction, grads, Mean(dist.ReduceOp.AVG))
-        make_lane(CPU, "reduce-scatter").start(program, plan.label).wait()
