@@ -1,5 +1,6 @@
 """Senders and receivers in processes of their own that share nothing with each other, and that may be killed."""
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -7,9 +8,11 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection as Pipe
 from typing import Any
 
+from shardkit.weights import WeightReceiver, WeightSender
 from shardkit.weights.wire import Connection
 from tests.support.pool import start_server
 from tests.support.rank_process import end_with_the_server
@@ -66,6 +69,25 @@ class Other:
 
     def __exit__(self, *_: object) -> None:
         self.kill()
+
+
+class Cast(contextlib.ExitStack):
+    """The senders, receivers, threads and other processes of a test, which end with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.address = free_address()
+        self.threads = self.enter_context(ThreadPoolExecutor())
+
+    def sender(self, values: Any, **options: Any) -> WeightSender:
+        return self.enter_context(WeightSender(values, self.address, **options))
+
+    def receiver(self, targets: Any, **options: Any) -> WeightReceiver:
+        return self.enter_context(WeightReceiver(self.address, targets, **options))
+
+    def other(self, body: Callable[..., None], *args: Any, **options: Any) -> Other:
+        """One that runs `body(pipe, address, *args)`."""
+        return self.enter_context(Other(body, self.address, *args, **options))
 
 
 def _run(pipe: Pipe, place: tuple[list[str], bool, int, int], body: Callable[..., None], args: tuple[Any, ...]) -> None:

@@ -1,18 +1,17 @@
 """Sending changes: the same to the last bit as the whole, in fewer bytes; the whole where changes would be wrong."""
 
 import contextlib
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardkit.weights import WeightReceiver, WeightSender, targets_of
+from shardkit.weights import targets_of
 from shardkit.weights.boxes import Piece, numel
 from shardkit.weights.delta import apply, changes, update
 from shardkit.weights.packing import Values, pack
-from tests.weights.processes import TIMEOUT, free_address
+from tests.weights.processes import TIMEOUT
 
 WIRES = {  # by the dtype of a model: what it may be on the wire
     "float32": ["float32", "bfloat16", "float16"],
@@ -91,57 +90,53 @@ def test_changes_turn_old_into_new_and_are_short(model, share, seed):
 
 
 @pytest.mark.parametrize("way", ["sockets", "shared memory", "two hosts"])
-def test_only_changes_are_sent_to_those_that_have_the_version_before(way, monkeypatch):
+def test_only_changes_are_sent_to_those_that_have_the_version_before(way, cast, monkeypatch):
     """The second receiver comes late, the third receives in place: the first passes the whole on to them.
 
     Through shared memory the whole is sent, unless a receiver of another host is behind in the chain.
     """
     monkeypatch.setenv("SHARDKIT_SHARED_MEMORY", str(int(way != "sockets")))
-    address = free_address()
     values = {"a": torch.randn(100, 100), "b": torch.randn(5000)}
     there = [{name: torch.zeros_like(one) for name, one in values.items()} for _ in range(3)]
     whole, changed = 60000, 400  # bytes: of all in float32; of fifty positions of four bytes and values
-    with contextlib.ExitStack() as stack:
-        threads = stack.enter_context(ThreadPoolExecutor())
-        sender = stack.enter_context(WeightSender(values, address, delta=True, timeout=TIMEOUT, bucket=7000))
-        receivers = []
+    sender = cast.sender(values, delta=True, timeout=TIMEOUT, bucket=7000)
+    receivers = []
 
-        def join(number):
-            targets = targets_of(there[number])
-            one = WeightReceiver(address, targets, in_place=number == 2, timeout=TIMEOUT, name=str(number))
-            receivers.append(stack.enter_context(one))
-            while len(sender._coordinator._receivers) < len(receivers):
-                pass
-            if way == "two hosts" and number:
-                list(sender._coordinator._receivers.values())[-1].place["host"] = "localhost"
+    def join(number):
+        targets = targets_of(there[number])
+        receivers.append(cast.receiver(targets, in_place=number == 2, timeout=TIMEOUT, name=str(number)))
+        while len(sender._coordinator._receivers) < len(receivers):
+            pass
+        if way == "two hosts" and number:
+            list(sender._coordinator._receivers.values())[-1].place["host"] = "localhost"
 
-        def send(version):
-            values["a"][version, :50] += 1
-            sending = sender.send(version, async_op=True)
-            receiving = [threads.submit(one.receive) for one in receivers]
-            assert [one.result(TIMEOUT) for one in receiving] == [version] * len(receivers)
-            report = sending.wait()
-            assert len(report.receivers) == len(receivers) and not report.failed
-            return report.nbytes
+    def send(version):
+        values["a"][version, :50] += 1
+        sending = sender.send(version, async_op=True)
+        receiving = [cast.threads.submit(one.receive) for one in receivers]
+        assert [one.result(TIMEOUT) for one in receiving] == [version] * len(receivers)
+        report = sending.wait()
+        assert len(report.receivers) == len(receivers) and not report.failed
+        return report.nbytes
 
-        def are_equal():
-            return all(torch.equal(one[name], values[name]) for one in there[: len(receivers)] for name in values)
+    def are_equal():
+        return all(torch.equal(one[name], values[name]) for one in there[: len(receivers)] for name in values)
 
-        for version, joining in enumerate([(0,), (1, 2), (), (), ()]):
-            for number in joining:
-                join(number)
-            if version == 3:  # as if they had missed one
-                receivers[0]._layout.holds = receivers[1]._layout.holds = receivers[0]._layout.holds - 1
-            expected = {
-                "sockets": [whole, changed, changed, whole, changed],
-                "shared memory": [whole] * 5,
-                "two hosts": [whole, whole, changed, whole, changed],  # nobody could use changes before
-            }
-            assert send(version) == expected[way][version]
-            assert are_equal()
-        if way == "shared memory":
-            return
-        receivers[0]._layout.staging.part(0, 0, 1)[0] += 1  # as after an error of the memory
-        assert send(5) > changed and are_equal()
-        assert send(6) and are_equal()  # whole where a transfer had failed, maybe from the receiver before
-        assert send(7) == changed and are_equal()
+    for version, joining in enumerate([(0,), (1, 2), (), (), ()]):
+        for number in joining:
+            join(number)
+        if version == 3:  # as if they had missed one
+            receivers[0]._layout.holds = receivers[1]._layout.holds = receivers[0]._layout.holds - 1
+        expected = {
+            "sockets": [whole, changed, changed, whole, changed],
+            "shared memory": [whole] * 5,
+            "two hosts": [whole, whole, changed, whole, changed],  # nobody could use changes before
+        }
+        assert send(version) == expected[way][version]
+        assert are_equal()
+    if way == "shared memory":
+        return
+    receivers[0]._layout.staging.part(0, 0, 1)[0] += 1  # as after an error of the memory
+    assert send(5) > changed and are_equal()
+    assert send(6) and are_equal()  # whole where a transfer had failed, maybe from the receiver before
+    assert send(7) == changed and are_equal()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from shardkit.weights import WeightReceiver, WeightSender, devices, targets_of
-from tests.weights.processes import TIMEOUT, Other, free_address
+from tests.weights.processes import TIMEOUT
 
 BUCKET = 1 << 16  # bytes; the values have five buckets
 
@@ -54,46 +54,38 @@ def receive(pipe, address, name, in_place, stop_at=0):
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-def test_buckets_go_through_a_group_of_the_pair(in_place):
+def test_buckets_go_through_a_group_of_the_pair(in_place, cast):
     """Also those that a receiver passes on."""
-    address = free_address()
-    with (
-        Other(receive, address, "a", in_place, shared=False) as a,
-        Other(receive, address, "b", in_place, shared=False) as b,
-        Other(send, address, 2, shared=False) as sender,
-    ):
-        assert sender.says() == "there"
-        for version in range(1, 4):
-            assert sender.says() == (["a", "b"], 320_000)
-            said = a.says(), b.says()
-            assert said == ((version, True, 5 * version),) * 2, said
+    a, b = (cast.other(receive, name, in_place, shared=False) for name in "ab")
+    sender = cast.other(send, 2, shared=False)
+    assert sender.says() == "there"
+    for version in range(1, 4):
+        assert sender.says() == (["a", "b"], 320_000)
+        said = a.says(), b.says()
+        assert said == ((version, True, 5 * version),) * 2, said
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-def test_a_receiver_that_is_killed_breaks_only_its_pair(in_place):
+def test_a_receiver_that_is_killed_breaks_only_its_pair(in_place, cast):
     """It is the first or the last of the chain."""
-    address = free_address()
-    with (
-        Other(receive, address, "a", in_place, 7, shared=False) as a,
-        Other(receive, address, "b", in_place, shared=False) as b,
-        Other(send, address, 2, shared=False) as sender,
-    ):
-        assert sender.says() == "there"
-        assert sender.says() == (["a", "b"], 320_000)
-        said = a.says(), b.says()
-        assert said == ((1, True, 5),) * 2, said
-        for version in (2, 3):
-            assert sender.says()[0] == ["b"]
-            assert b.says()[:2] == (version, True)
-        a.process.join(TIMEOUT)
+    a = cast.other(receive, "a", in_place, 7, shared=False)
+    b = cast.other(receive, "b", in_place, shared=False)
+    sender = cast.other(send, 2, shared=False)
+    assert sender.says() == "there"
+    assert sender.says() == (["a", "b"], 320_000)
+    said = a.says(), b.says()
+    assert said == ((1, True, 5),) * 2, said
+    for version in (2, 3):
+        assert sender.says()[0] == ["b"]
+        assert b.says()[:2] == (version, True)
+    a.process.join(TIMEOUT)
 
 
-def test_a_sender_that_is_killed_is_followed_by_another():
-    address = free_address()
-    with Other(receive, address, "a", False, shared=False) as a:
-        with Other(send, address, 1, stop_at=8, shared=False) as sender:  # in the middle of the buckets
-            assert sender.says() == "there"
-            sender.process.join(TIMEOUT)
-        with Other(send, address, 1, shared=False) as again:
-            assert [again.says(), again.says()] == ["there", (["a"], 320_000)]
-            assert a.says()[:2] == (1, True)
+def test_a_sender_that_is_killed_is_followed_by_another(cast):
+    a = cast.other(receive, "a", False, shared=False)
+    sender = cast.other(send, 1, stop_at=8, shared=False)  # in the middle of the buckets
+    assert sender.says() == "there"
+    sender.process.join(TIMEOUT)
+    again = cast.other(send, 1, shared=False)
+    assert [again.says(), again.says()] == ["there", (["a"], 320_000)]
+    assert a.says()[:2] == (1, True)

@@ -44,13 +44,19 @@ def test_each_wanted_element_is_sent_once_by_a_rank_that_holds_it(layout, data):
 
 
 @pytest.mark.parametrize(
-    ("model", "senders", "receivers"), [("8B", 8, 16), ("8B", 64, 4), ("70B", 8, 2), ("70B", 32, 8), ("70B", 64, 16)]
+    ("model", "senders", "receivers", "placements"),
+    [
+        ("8B", 8, 16, SHARDED),
+        ("8B", 8, 16, REPLICATED),
+        ("8B", 64, 4, TWO_D),
+        ("70B", 8, 2, HYBRID),
+        ("70B", 32, 8, TWO_D),
+        ("70B", 32, 8, REPLICATED),
+        ("70B", 64, 16, SHARDED),
+    ],
 )
-@pytest.mark.parametrize(
-    ("placements", "axes"), [(SHARDED, 1), (HYBRID, 2), (TWO_D, 2), (REPLICATED, 1)], ids=["fsdp", "hsdp", "2d", "ddp"]
-)
-def test_senders_of_llama_share_the_work_evenly(model, senders, receivers, placements, axes):
-    mesh = [senders] if axes == 1 else [2, senders // 2]
+def test_senders_of_llama_share_the_work_evenly(model, senders, receivers, placements):
+    mesh = [senders] if len(placements) == 1 else [2, senders // 2]
     shapes = {name: shape for name, shape in LLAMAS[model].items() if not name[:2].isdigit()}  # of ten layers
     provided = Provided(held(shapes, placements, mesh))
     loads = Counter()

@@ -12,7 +12,7 @@ import torch
 
 from shardkit.weights import WeightReceiver, WeightSender, targets_of
 from shardkit.weights.wire import Connection, IOThread, call, listen, parse, secret_for, serve
-from tests.weights.processes import TIMEOUT, free_address
+from tests.weights.processes import TIMEOUT
 
 
 @pytest.fixture
@@ -32,22 +32,18 @@ def strangers(host, port, count):
         yield
 
 
-def test_strangers_at_both_ports_delay_nobody():
-    address = free_address()
+def test_strangers_at_both_ports_delay_nobody(cast):
     there = {"w": torch.zeros(9)}
-    with (
-        WeightSender({"w": torch.ones(9)}, address, timeout=TIMEOUT) as sender,
-        WeightReceiver(address, targets_of(there), timeout=TIMEOUT) as receiver,
-        ThreadPoolExecutor() as threads,
-    ):
-        while not sender._coordinator._receivers:
-            pass
-        place = next(iter(sender._coordinator._receivers.values())).place
-        with strangers(*parse(address), 9), strangers(place["host"], place["port"], 9):
-            sending = threads.submit(sender.send, 1)
-            assert receiver.receive() == 1
-            sending.result(TIMEOUT)
-        assert len(sender._coordinator._receivers) == 1 and len(sender._coordinator._senders) == 1
+    sender = cast.sender({"w": torch.ones(9)}, timeout=TIMEOUT)
+    receiver = cast.receiver(targets_of(there), timeout=TIMEOUT)
+    while not sender._coordinator._receivers:
+        pass
+    place = next(iter(sender._coordinator._receivers.values())).place
+    with strangers(*parse(cast.address), 9), strangers(place["host"], place["port"], 9):
+        sending = cast.threads.submit(sender.send, 1)
+        assert receiver.receive() == 1
+        sending.result(TIMEOUT)
+    assert len(sender._coordinator._receivers) == 1 and len(sender._coordinator._senders) == 1
     assert there["w"].all()
 
 
@@ -113,9 +109,8 @@ def test_a_message_without_sense_is_refused_before_memory_is_taken(io, data, wor
     io.run(read())
 
 
-def test_a_bucket_of_another_size_is_refused(monkeypatch):
+def test_a_bucket_of_another_size_is_refused(cast, monkeypatch):
     """The sender is ours, so that this is a bug or another version; the receiver keeps what it had."""
-    address = free_address()
     there = {"w": torch.zeros(9)}
     send = Connection.send
 
@@ -124,19 +119,16 @@ def test_a_bucket_of_another_size_is_refused(monkeypatch):
             message = {**message, "nbytes": 1 << 40}
         await send(self, message, data)
 
-    with (
-        WeightSender({"w": torch.ones(9)}, address, timeout=TIMEOUT) as sender,
-        WeightReceiver(address, targets_of(there), timeout=TIMEOUT, name="one") as receiver,
-        ThreadPoolExecutor() as threads,
-    ):
-        receiving = threads.submit(receiver.receive)
-        monkeypatch.setattr(Connection, "send", larger)
-        with pytest.warns(UserWarning, match="expected 36 bytes at 0"):
-            assert sender.send(1).failed.keys() == {"one"}
-        assert not there["w"].any()
-        monkeypatch.undo()
-        assert sender.send(2).failed == {}
-        assert receiving.result(TIMEOUT) == 2 and there["w"].all()
+    sender = cast.sender({"w": torch.ones(9)}, timeout=TIMEOUT)
+    receiver = cast.receiver(targets_of(there), timeout=TIMEOUT, name="one")
+    receiving = cast.threads.submit(receiver.receive)
+    monkeypatch.setattr(Connection, "send", larger)
+    with pytest.warns(UserWarning, match="expected 36 bytes at 0"):
+        assert sender.send(1).failed.keys() == {"one"}
+    assert not there["w"].any()
+    monkeypatch.undo()
+    assert sender.send(2).failed == {}
+    assert receiving.result(TIMEOUT) == 2 and there["w"].all()
 
 
 def test_the_secret_of_one_host_is_a_file_of_this_user(tmp_path, monkeypatch):

@@ -1,6 +1,5 @@
 """Weights between processes: receivers have the values of the sharded model, whatever the layouts of both."""
 
-import contextlib
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -30,7 +29,7 @@ from shardkit.weights import (
 from shardkit.weights.packing import describe
 from tests.support import run_ranks
 from tests.support.models import Composed
-from tests.weights.processes import Other, free_address
+from tests.weights.processes import Cast, free_address
 
 
 def trained() -> nn.Module:
@@ -96,7 +95,7 @@ def send(rank: int, world_size: int, address: str, kind: str, shared: bool) -> N
             assert report.unused == ("scale",)
 
 
-def receive(pipe: Pipe, number: int, address: str) -> None:
+def receive(pipe: Pipe, address: str, number: int) -> None:
     engine = engine_of().bfloat16() if number else engine_of()  # one casts to its own dtype
     nn.init.constant_(engine.head.weight, 9)
     targets = targets_for(engine, RULES, tp_rank=number, tp_size=2)
@@ -123,29 +122,28 @@ def receive(pipe: Pipe, number: int, address: str) -> None:
 @pytest.mark.parametrize(
     "kind", [*("fsdp", "hsdp", "owned", "blocks", "offload"), *("stock", "stock hsdp", "dtensors", "strided")]
 )
-def test_models_of_all_layouts(kind):
-    shared, address = kind in ("fsdp", "stock"), free_address()
-    with Other(receive, 0, address, shared=shared) as one, Other(receive, 1, address, shared=shared) as other:
-        run_ranks(4, send, address, kind, shared, timeout=120)
-        assert (one.says(), other.says()) == ("right", "right")
+def test_models_of_all_layouts(kind, cast):
+    shared = kind in ("fsdp", "stock")
+    receivers = [cast.other(receive, number, shared=shared) for number in range(2)]
+    run_ranks(4, send, cast.address, kind, shared, timeout=120)
+    assert [one.says() for one in receivers] == ["right", "right"]
 
 
-def test_one_process_with_a_snapshot():
+def test_one_process_with_a_snapshot(cast):
     """The receiver gets the model as it was at the call."""
-    address = free_address()
     model = nn.Linear(3, 5)
     before = {name: one.clone() for name, one in model.state_dict().items()}
     there = {name: torch.zeros_like(one) for name, one in before.items()}
-    with WeightSender(model, address, timeout=20) as sender, WeightReceiver(address, targets_of(there)) as receiver:
-        sending = sender.send(3, async_op=True)
-        nn.init.zeros_(model.weight)
-        assert receiver.receive(20) == 3
-        report = sending.wait()
+    sender, receiver = cast.sender(model, timeout=20), cast.receiver(targets_of(there), timeout=20)
+    sending = sender.send(3, async_op=True)
+    nn.init.zeros_(model.weight)
+    assert receiver.receive(20) == 3
+    report = sending.wait()
+    for one in (sender, receiver):
+        one.close()
     for call in (receiver.receive, lambda: sender.send(4)):
         with pytest.raises(RuntimeError, match="has been closed; make another"):
             call()
-    sender.close()
-    receiver.close()
     assert report.receivers == (receiver.name,) and report.nbytes == 4 * 20
     assert all(torch.equal(there[name], one) for name, one in before.items())
 
@@ -155,10 +153,11 @@ def receive_into_dtensors(rank: int, world_size: int, address: str) -> None:
     full = torch.arange(35.0).view(7, 5)
     mesh = DeviceMesh("cpu", range(world_size))
     there = {"w": distribute_tensor(torch.zeros(7, 5), mesh, [Shard(1)])}
-    with contextlib.ExitStack() as stack:
-        receiver = stack.enter_context(WeightReceiver(address, targets_of(there), timeout=40))
-        state = {"w": distribute_tensor(full, mesh, [Shard(0)])}
-        sender = stack.enter_context(WeightSender(state, address, receivers=world_size, timeout=40))
+    state = {"w": distribute_tensor(full, mesh, [Shard(0)])}
+    with (
+        WeightReceiver(address, targets_of(there), timeout=40) as receiver,
+        WeightSender(state, address, receivers=world_size, timeout=40) as sender,
+    ):
         sending = sender.send(1, async_op=True)
         receiver.receive()
         sending.wait()
@@ -169,24 +168,24 @@ def test_receivers_with_dtensors():
     run_ranks(3, receive_into_dtensors, free_address(), timeout=120)
 
 
-def test_wants_that_nobody_has_are_refused_on_both_sides():
-    bad = [Target("w", None, torch.zeros(3)), Target("x", None, torch.zeros(3))]
+@pytest.mark.parametrize(
+    ("names", "reason"),
+    [
+        ("wx", "x: no sender has this tensor"),
+        ("w", "w: sent as torch.int64, its target is torch.float32; receive into"),
+        ("f", "f: sent as torch.float8_e4m3fn, its target is torch.float32; receive"),
+    ],
+)
+def test_wants_that_nobody_has_are_refused_on_both_sides(names, reason, cast):
     values = {"w": torch.zeros(3, dtype=torch.int64), "f": torch.zeros(3, dtype=torch.float8_e4m3fn)}
-    for wanted, reason in (
-        (bad, "x: no sender has this tensor"),
-        (bad[:1], "w: sent as torch.int64, its target is torch.float32; receive into"),
-        ([Target("f", None, torch.zeros(3))], "f: sent as torch.float8_e4m3fn, its target is torch.float32; receive"),
-    ):
-        address = free_address()
-        with (
-            WeightSender(values, address, dtype=torch.bfloat16, timeout=20) as sender,
-            WeightReceiver(address, wanted, name="bad", timeout=20) as receiver,
-        ):
-            sending = sender.send(1, async_op=True)
-            with pytest.raises(ValueError, match=reason):
-                receiver.receive()
-            assert reason in sending.wait().failed["bad"]
-            assert sender.send(2).failed == {}  # it is not waited for
+    wanted = [Target(name, None, torch.zeros(3)) for name in names]
+    sender = cast.sender(values, dtype=torch.bfloat16, timeout=20)
+    receiver = cast.receiver(wanted, name="bad", timeout=20)
+    sending = sender.send(1, async_op=True)
+    with pytest.raises(ValueError, match=reason):
+        receiver.receive()
+    assert reason in sending.wait().failed["bad"]
+    assert sender.send(2).failed == {}  # it is not waited for
 
 
 class Adapted(nn.Module):
@@ -272,18 +271,13 @@ def test_adapters_are_merged_or_alone():
         {"parameter_name": "experts"},
         {"lora_variant": {"a": object()}},
         {"adapter_layer_names": ("ia3_l",), "ia3_l": {"a": object()}},
+        {"base_layer": Composed(None, weight=nn.Parameter(torch.zeros(8, 8, dtype=torch.uint8), requires_grad=False))},
     ],
 )
 def test_adapters_of_other_kinds_are_named(wrong):
     model = adapted()
-    vars(model.q).update(wrong)
-    with pytest.raises(ValueError, match="'q': its adapter is not a product of two matrices"):
-        describe(model, str, None, merge=True)
-
-
-def test_adapters_on_quantised_weights_are_named():
-    model = adapted()
-    model.q.base_layer.weight = nn.Parameter(torch.zeros(8, 8, dtype=torch.uint8), requires_grad=False)
+    for name, value in wrong.items():
+        setattr(model.q, name, value)
     with pytest.raises(ValueError, match="'q': its adapter is not a product of two matrices"):
         describe(model, str, None, merge=True)
 
@@ -291,9 +285,10 @@ def test_adapters_on_quantised_weights_are_named():
 SIZE, BUCKET = 64 << 20, 4 << 20  # bytes
 
 
-def extra_memory(pipe: Pipe, kind: str, address: str) -> None:
+def extra_memory(pipe: Pipe, address: str, kind: str) -> None:
     """Tells how much more memory this process took for two versions than it had before."""
-    test_targets_of_all_kinds()  # pages of code that are touched for the first time
+    with Cast() as first:  # touches pages of code
+        test_targets_of_all_kinds(first)
     values = {"w": torch.ones(SIZE // 4, dtype=torch.float32)}
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
     before = memory("VmRSS")
@@ -313,13 +308,11 @@ def memory(kind: str) -> int:
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(kind))
 
 
-def test_memory_is_two_buckets_on_either_side():
+def test_memory_is_two_buckets_on_either_side(cast):
     """And the size of the targets where a version is kept beside them."""
-    address = free_address()
-    with contextlib.ExitStack() as stack:
-        kinds = ["sender", "in place", "in place", "beside"]
-        others = [stack.enter_context(Other(extra_memory, one, address, shared=False)) for one in kinds]
-        extra = [one.says() for one in others]
+    kinds = ["sender", "in place", "in place", "beside"]
+    others = [cast.other(extra_memory, one, shared=False) for one in kinds]
+    extra = [one.says() for one in others]
     slack = 6 << 20
     for kind, seen in zip(kinds, extra, strict=True):
         assert seen <= (SIZE if kind == "beside" else 0) + 2 * BUCKET + slack, (kind, seen)
@@ -327,36 +320,25 @@ def test_memory_is_two_buckets_on_either_side():
 
 @pytest.mark.parametrize("count", [1, 2, 4])
 @pytest.mark.parametrize("shared", ["0", "1"])
-def test_a_sender_sends_the_same_bytes_to_any_number_of_receivers(count, shared, monkeypatch):
+def test_a_sender_sends_the_same_bytes_to_any_number_of_receivers(count, shared, cast, monkeypatch):
     """Each receiver but the last passes them on."""
     monkeypatch.setenv("SHARDKIT_SHARED_MEMORY", shared)
-    address = free_address()
     values = {"w": torch.randn(1000), "v": torch.randn(10, 10)}
     there = [{name: torch.zeros_like(one) for name, one in values.items()} for _ in range(count)]
-    with contextlib.ExitStack() as stack:
-        threads = stack.enter_context(ThreadPoolExecutor())
-        senders = [
-            stack.enter_context(
-                WeightSender(values, address, rank=rank, world_size=2, receivers=count, timeout=40, bucket=300)
-            )
-            for rank in range(2)
-        ]
-        receivers = [
-            stack.enter_context(WeightReceiver(address, targets_of(one), in_place=number % 2 == 1, timeout=40))
-            for number, one in enumerate(there)
-        ]
-        receiving = [threads.submit(one.receive) for one in receivers]
-        reports = list(threads.map(WeightSender.send, senders, [1, 1]))
-        assert [one.result() for one in receiving] == [1] * count
-        assert sum(one.nbytes for one in reports) == 4400
-        assert abs(reports[0].nbytes - reports[1].nbytes) < 440
-        assert sorted(one.passed_on for one in receivers) == [0, *[4400] * (count - 1)]
-        assert all(torch.equal(one[name], values[name]) for one in there for name in values)
+    options = {"world_size": 2, "receivers": count, "timeout": 40, "bucket": 300}
+    senders = [cast.sender(values, rank=rank, **options) for rank in range(2)]
+    receivers = [cast.receiver(targets_of(one), in_place=at % 2 == 1, timeout=40) for at, one in enumerate(there)]
+    receiving = [cast.threads.submit(one.receive) for one in receivers]
+    reports = list(cast.threads.map(WeightSender.send, senders, [1, 1]))
+    assert [one.result() for one in receiving] == [1] * count
+    assert sum(one.nbytes for one in reports) == 4400
+    assert abs(reports[0].nbytes - reports[1].nbytes) < 440
+    assert sorted(one.passed_on for one in receivers) == [0, *[4400] * (count - 1)]
+    assert all(torch.equal(one[name], values[name]) for one in there for name in values)
 
 
-def test_targets_of_all_kinds():
+def test_targets_of_all_kinds(cast):
     """Views, inference tensors, other dtypes, no elements, no dims; two names of one tensor."""
-    address = free_address()
     tied = torch.randn(6, 4)
     values = {"a": tied, "b": tied, "none": torch.zeros(0, 3), "one": torch.tensor(3.0), "n": torch.arange(5)}
     with torch.inference_mode():
@@ -369,98 +351,76 @@ def test_targets_of_all_kinds():
         "one": torch.tensor(0.0, dtype=torch.float64),
         "n": torch.zeros(5, dtype=torch.int64),
     }
-    with (
-        WeightSender(values, address, timeout=20) as sender,
-        WeightReceiver(address, targets_of(there), timeout=20) as receiver,
-    ):
-        sending = sender.send(1, async_op=True)
-        assert receiver.receive() == 1 and sending.wait().failed == {}
+    sender, receiver = cast.sender(values, timeout=20), cast.receiver(targets_of(there), timeout=20)
+    sending = sender.send(1, async_op=True)
+    assert receiver.receive() == 1 and sending.wait().failed == {}
     assert all(torch.equal(there[name], one.to(there[name].dtype)) for name, one in values.items())
     assert not wide[:, 1::2].any()
 
 
-def test_targets_that_overlap_are_passed_on_as_they_came(monkeypatch):
+def test_targets_that_overlap_are_passed_on_as_they_came(cast, monkeypatch):
     """The first receiver has two rows of the first half, as a target of their own, before it has all of the tensor."""
     monkeypatch.setenv("SHARDKIT_SHARED_MEMORY", "0")
-    address, values = free_address(), {"w": torch.randn(100, 6)}
-    with contextlib.ExitStack() as stack:
-        threads = stack.enter_context(ThreadPoolExecutor())
-        senders = [
-            stack.enter_context(WeightSender(values, address, rank=rank, world_size=2, receivers=2, timeout=40))
-            for rank in range(2)
-        ]
-        there = [[torch.zeros(100, 6), torch.zeros(100, 2)] for _ in range(2)]
-        receivers = [
-            stack.enter_context(
-                WeightReceiver(
-                    address,
-                    [Target("w", None, whole), Target("w", (slice(100), slice(2, 4)), part)],
-                    in_place=True,
-                    timeout=40,
-                )
-            )
-            for whole, part in there
-        ]
-        packed = senders[1]._packed
+    values = {"w": torch.randn(100, 6)}
+    senders = [cast.sender(values, rank=rank, world_size=2, receivers=2, timeout=40) for rank in range(2)]
+    there = [[torch.zeros(100, 6), torch.zeros(100, 2)] for _ in range(2)]
+    receivers = []
+    for whole, part in there:
+        targets = [Target("w", None, whole), Target("w", (slice(100), slice(2, 4)), part)]
+        receivers.append(cast.receiver(targets, in_place=True, timeout=40))
+    packed = senders[1]._packed
 
-        def late(*args):
-            while not any(one.passed_on for one in receivers):
-                time.sleep(0.01)
-            return packed(*args)
+    def late(*args):
+        while not any(one.passed_on for one in receivers):
+            time.sleep(0.01)
+        return packed(*args)
 
-        senders[1]._packed = late
-        receiving = [threads.submit(one.receive) for one in receivers]
-        list(threads.map(WeightSender.send, senders, [1, 1]))
-        assert [one.result() for one in receiving] == [1, 1]
+    senders[1]._packed = late
+    receiving = [cast.threads.submit(one.receive) for one in receivers]
+    list(cast.threads.map(WeightSender.send, senders, [1, 1]))
+    assert [one.result() for one in receiving] == [1, 1]
     for whole, part in there:
         assert torch.equal(whole, values["w"]) and torch.equal(part, values["w"][:, 2:4])
 
 
-def test_versions_that_are_sent_without_waiting_do_not_mix():
-    address = free_address()
-    values = {name: torch.zeros(500) for name in "abc"}
-    there = {name: torch.zeros(500) for name in "abc"}
-    with (
-        WeightSender(values, address, timeout=40, bucket=256) as sender,
-        WeightReceiver(address, targets_of(there), timeout=40) as receiver,
-        ThreadPoolExecutor() as threads,
-    ):
+def test_versions_that_are_sent_without_waiting_do_not_mix(cast):
+    values, there = ({name: torch.zeros(500) for name in "abc"} for _ in range(2))
+    sender = cast.sender(values, timeout=40, bucket=256)
+    receiver = cast.receiver(targets_of(there), timeout=40)
 
-        def train() -> None:
-            for version in range(1, 20):
-                for one in values.values():
-                    one.fill_(version)
-                sender.send(version, async_op=True)
-
-        training = threads.submit(train)
+    def train() -> None:
         for version in range(1, 20):
-            assert receiver.receive() == version
-            assert all((one == version).all() for one in there.values())
-        training.result()
+            for one in values.values():
+                one.fill_(version)
+            sender.send(version, async_op=True)
+
+    training = cast.threads.submit(train)
+    for version in range(1, 20):
+        assert receiver.receive() == version
+        assert all((one == version).all() for one in there.values())
+    training.result()
 
 
-def test_a_directory_that_could_not_be_prepared(tmp_path):
+def test_a_directory_that_could_not_be_prepared(tmp_path, cast):
     """As when the disk is full: the next call prepares it anew, and the version before stays."""
     load_file = pytest.importorskip("safetensors.torch").load_file
-    address, beside = free_address(), tmp_path / "config"
+    beside = tmp_path / "config"
     beside.mkdir()
     values = {"w": torch.ones(3)}
-    with (
-        WeightSender(values, address, timeout=40) as sender,
-        DirectoryReceiver(address, tmp_path / "out", values, beside=beside, timeout=40) as receiver,
-    ):
-        for version in (1, 2):
-            if version == 2:
-                beside.rmdir()
-                with pytest.raises(FileNotFoundError):
-                    receiver.receive()
-                beside.mkdir()
-            values["w"].fill_(version)
-            sending = sender.send(version, async_op=True)
-            assert receiver.receive() == version and sending.wait().failed == {}
-        for version in (1, 2):
-            (file,) = receiver.path(version).glob("*.safetensors")
-            assert torch.equal(load_file(file)["w"], torch.full((3,), float(version)))
+    sender = cast.sender(values, timeout=40)
+    receiver = cast.enter_context(DirectoryReceiver(cast.address, tmp_path / "out", values, beside=beside, timeout=40))
+    for version in (1, 2):
+        if version == 2:
+            beside.rmdir()
+            with pytest.raises(FileNotFoundError):
+                receiver.receive()
+            beside.mkdir()
+        values["w"].fill_(version)
+        sending = sender.send(version, async_op=True)
+        assert receiver.receive() == version and sending.wait().failed == {}
+    for version in (1, 2):
+        (file,) = receiver.path(version).glob("*.safetensors")
+        assert torch.equal(load_file(file)["w"], torch.full((3,), float(version)))
 
 
 def test_versions_in_directories(tmp_path):
