@@ -1,9 +1,6 @@
 """`python -m tests.simulation`: stock's and our times and memory, one row a scenario."""
 
 import argparse
-import json
-from dataclasses import asdict
-from pathlib import Path
 
 from tests.simulation.scenarios import COMPARISONS, Measured, measure
 from tests.simulation.training import ENGINES
@@ -18,23 +15,18 @@ def _first_and_later(measured: Measured) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every step's figures, too")
     parser.add_argument("--only", default="", metavar="TEXT", help="only scenarios whose name contains it")
     given = parser.parse_args()
     print(
         f"{'scenario':<50} {'stock: first':>15} {'later':>15} {'ours: first':>15} {'later':>15}  peak KiB: stock   ours"
     )
-    rows = []
     for comparison in COMPARISONS:
         if given.only not in comparison.name:
             continue
         measured = {engine: measure(comparison, engine) for engine in ENGINES}
-        rows.append({"scenario": comparison.name, **{engine: asdict(one) for engine, one in measured.items()}})
         peaks = "".join(f"{one.peak_bytes / 1024:10.1f}" for one in measured.values())
         times = " ".join(_first_and_later(one) for one in measured.values())
         print(f"{comparison.name:<50} {times}  {peaks}", flush=True)
-    if given.json is not None:
-        given.json.write_text(json.dumps(rows, indent=2) + "\n")
 
 
 if __name__ == "__main__":

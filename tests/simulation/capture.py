@@ -195,13 +195,14 @@ def train(configuration: Scenario, captures: Captures | None = None, *, whole: b
         return [_local(param).cpu().clone() for param in params]
 
 
-MORE = [
+_MORE = (
     configuration("memory kept for ever", prepare=lambda model: model.set_keep_unsharded_storage(True)),
     configuration("unsharded after backward", prepare=lambda model: model.set_reshard_after_backward(False)),
-]
+)
+EVERY = {one.name: one for one in (*_MORE, *CONFIGURATIONS.values())}
 
 NOT_CAPTURED = {
-    **{one.name: "the host waits during a capture" for one in CONFIGURATIONS if one.offload is not None},
+    **{one.name: "the host waits during a capture" for one in CONFIGURATIONS.values() if one.offload is not None},
     "optimizer on another stream": "waits for an event from outside of the graph",  # of the step before
 }
 """Configurations that cannot be captured as they are, with the finding that says why."""

@@ -359,7 +359,7 @@ def _compressed(**given: Any) -> dict[str, Any]:
     return {"compression_policy": ours.CompressionPolicy(**given)}
 
 
-CONFIGURATIONS: list[Scenario] = [
+_ALL: list[Scenario] = [
     configuration("plain"),
     configuration("packed", coalescing=False),
     configuration("bf16", mixed=True),
@@ -479,3 +479,4 @@ CONFIGURATIONS: list[Scenario] = [
     ),
     configuration("bf16 gradients", options=_compressed(reduce="bf16")),
 ]
+CONFIGURATIONS = {one.name: one for one in _ALL}

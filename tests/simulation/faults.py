@@ -9,51 +9,63 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import cache
+from typing import Any, NamedTuple
 from unittest import mock
 
 from shardkit.core.runtime import lanes
 from tests.simulation.configurations import CONFIGURATIONS, check
 from tests.simulation.races import Checker, Site, calling_site
-from tests.simulation.training import Scenario
 
 # A line that holds memory, and which of its tensors: "first", "last" or "middle"; "all" that a lane keeps alive.
 Reference = tuple[Site, str]
 
 
+class Undisturbed(NamedTuple):
+    """What a configuration finds, waits at and holds as it is."""
+
+    findings: list[str]
+    waits: Collection[Site]
+    references: Collection[Reference]
+
+
+@cache
+def undisturbed(name: str) -> Undisturbed:
+    held: set[Reference] = set()
+    with _dropping(lambda reference: bool(held.add(reference)), limit=20) as checker:  # type: ignore[func-returns-value]
+        check(CONFIGURATIONS[name], checker)
+    return Undisturbed(list(checker.findings), checker.waited_at, held)
+
+
 def unneeded_waits() -> tuple[int, set[str]]:
     """How many waits the engine asks for, and those that can be left out without a finding."""
-    places: dict[Site, list[Scenario]] = {}
-    for configuration in CONFIGURATIONS:
-        for site in check(configuration).waited_at:
-            places.setdefault(site, []).append(configuration)
-
-    def found(site: Site) -> bool:
-        return any(check(one, Checker(lambda at: at == site, limit=1)).findings for one in places[site])
-
-    return len(places), {site.functions for site in places if not found(site)}
+    count, missed = _unneeded("waits", lambda site: contextlib.nullcontext(Checker(lambda at: at == site, limit=1)))
+    return count, {site.functions for site in missed}
 
 
 def unneeded_references() -> tuple[int, set[str]]:
     """How many references keep memory alive for a program, and those that can be dropped without a finding."""
-    places: dict[Reference, list[Scenario]] = {}
-    for configuration in CONFIGURATIONS:
-        seen: set[Reference] = set()
-        with _dropping(lambda reference, seen=seen: bool(seen.add(reference))):  # type: ignore[misc, func-returns-value]
-            check(configuration)
-        for reference in seen:
-            places.setdefault(reference, []).append(configuration)
+    count, missed = _unneeded("references", lambda reference: _dropping(lambda at: at == reference))
+    return count, {f"{which} of {site.functions}" for site, which in missed}
 
-    def found(reference: Reference) -> bool:
-        with _dropping(lambda at: at == reference):
-            return any(check(one, Checker(limit=1)).findings for one in places[reference])
 
-    return len(places), {f"{which} of {site.functions}" for site, which in places if not found((site, which))}
+def _unneeded(kind: str, without: Callable[[Any], Any]) -> tuple[int, list[Any]]:
+    """How many places there are, and those `without` which each configuration that has them finds nothing."""
+    places: dict[Any, list[str]] = {}
+    for name in CONFIGURATIONS:
+        for place in getattr(undisturbed(name), kind):
+            places.setdefault(place, []).append(name)
+
+    def found(name: str, place: Any) -> bool:
+        with without(place) as checker:
+            return bool(check(CONFIGURATIONS[name], checker).findings)
+
+    return len(places), [one for one, names in places.items() if not any(found(name, one) for name in names)]
 
 
 @contextlib.contextmanager
-def _dropping(drops: Callable[[Reference], bool]) -> Iterator[None]:
+def _dropping(drops: Callable[[Reference], bool], limit: int = 1) -> Iterator[Checker]:
     """Drops references for which `drops` is true, of tensors that programs hold or that a lane keeps alive for them."""
     hold, start = lanes.hold, lanes.StreamLane.start
 
@@ -72,4 +84,4 @@ def _dropping(drops: Callable[[Reference], bool]) -> Iterator[None]:
             if name.startswith("shardkit.") and getattr(module, "hold", None) is hold:
                 patches.enter_context(mock.patch.object(module, "hold", hold_some))
         patches.enter_context(mock.patch.object(lanes.StreamLane, "start", start_with_some))
-        yield
+        yield Checker(limit=limit)

@@ -8,13 +8,12 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from tests.simulation.capture import MORE, NOT_CAPTURED, Captures, check_capture
-from tests.simulation.configurations import CONFIGURATIONS, optimize
+from tests.simulation.capture import EVERY, NOT_CAPTURED, Captures, check_capture
+from tests.simulation.configurations import optimize
 from tests.simulation.device import Observer
 from tests.simulation.model import Block
 from tests.simulation.training import Scenario, started, take_steps, whole_step
 
-EVERY = {one.name: one for one in (*MORE, *CONFIGURATIONS)}
 CAPTURED = [name for name in EVERY if name not in NOT_CAPTURED]
 
 TAKES_TURNS = [name for name, one in EVERY.items() if one.order is not Scenario.order]  # others each step

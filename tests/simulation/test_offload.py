@@ -53,8 +53,7 @@ def _fill(model: Any) -> None:
 
 def transfers(name: str) -> tuple[list[Transfer], list[Transfer]]:
     """The copies to the device in the last step, and what a copy of each block's shards is."""
-    (scenario,) = (one for one in CONFIGURATIONS if one.name == name)
-    observer = _Transfers()
+    scenario, observer = CONFIGURATIONS[name], _Transfers()
     with started(replace(scenario, build=_fill), "ours", observer, lambda: 0.0) as run:
         run.optimizer = torch.optim.SGD(run.model.parameters(), lr=0.1)
         for step in take_steps(run):

@@ -6,18 +6,17 @@ from typing import Any
 import pytest
 import torch
 
-from tests.simulation.configurations import CONFIGURATIONS, check
-from tests.simulation.faults import unneeded_references, unneeded_waits
+from tests.simulation.configurations import CONFIGURATIONS
+from tests.simulation.faults import undisturbed, unneeded_references, unneeded_waits
 from tests.simulation.races import Checker
 from tests.simulation.training import Scenario, started
 
 
 def findings(name: str) -> list[str]:
-    (configuration,) = (one for one in CONFIGURATIONS if one.name == name)
-    return list(check(configuration).findings)
+    return undisturbed(name).findings
 
 
-@pytest.mark.parametrize("name", [one.name for one in CONFIGURATIONS])
+@pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_no_findings(name: str, on_device: Callable[..., Any]) -> None:
     found = on_device(findings, name)
     assert not found, "\n".join(found)

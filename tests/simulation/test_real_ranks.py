@@ -111,6 +111,7 @@ def _compare(rank: int, world_size: int) -> None:
                 raise
 
 
+@pytest.mark.daily(world_size=[1, 3])
 @pytest.mark.parametrize("world_size", _CASES)
 def test_offload(world_size: int) -> None:
     run_ranks(world_size, _compare, isolated=True, timeout=240)

@@ -42,7 +42,6 @@ class Timeline(Observer):
     def __init__(self, costs: Costs) -> None:
         self.costs = costs
         self.host = 0.0
-        self.trace: list[tuple[float, float, int, str]] = []
         self._streams: dict[int, float] = defaultdict(float)
         self._links: dict[str, float] = defaultdict(float)
         self._events: dict[int, float] = defaultdict(float)
@@ -56,14 +55,12 @@ class Timeline(Observer):
         self.host = end
         return end
 
-    def _run(self, name: str, stream: int, cost: float, link: str | None = None) -> None:
+    def _run(self, stream: int, cost: float, link: str | None = None) -> None:
         begin = self.clock(stream)
         if link is not None:
             begin = max(begin, self._links[link])
             self._links[link] = begin + cost
         self._streams[stream] = begin + cost
-        if cost:
-            self.trace.append((begin, begin + cost, stream, name))
 
     def ran(self, name: str, stream: int, accesses: Sequence[Access]) -> None:
         if self.simulation.declared:
@@ -73,21 +70,21 @@ class Timeline(Observer):
         moved = sum(access.end - access.begin for access in accesses)
         if name in ("host_to_device", "device_to_host"):
             sizes = [access.end - access.begin for access in accesses if not access.allocation.pinned]
-            self._run(name, stream, sum(sizes) * self.costs.transfer, name)
+            self._run(stream, sum(sizes) * self.costs.transfer, name)
         else:
-            self._run(name, stream, moved * self.costs.copy)
+            self._run(stream, moved * self.costs.copy)
 
     def collective(self, name: str, stream: int, group: dist.ProcessGroup, accesses: Sequence[Access]) -> None:
         read = sum(access.end - access.begin for access in accesses if not access.write)
         written = sum(access.end - access.begin for access in accesses if access.write)
-        self._run(name, stream, self.costs.of_collective(name, group.size(), read, written), group.group_name)
+        self._run(stream, self.costs.of_collective(name, group.size(), read, written), group.group_name)
         if name.startswith("allgather"):
             for access in accesses:
                 if access.write:
                     access.allocation.notes["gathered"] = True
 
     def computed(self, stream: int, cost: float, what: str) -> None:
-        self._run(what, stream, cost)
+        self._run(stream, cost)
 
     def recorded(self, event: int, stream: int) -> None:
         self._events[event] = self.clock(stream)
