@@ -107,18 +107,15 @@ def on_ranks(*world_sizes: int, **options: Any) -> Callable[[Callable[..., Any]]
     return decorate
 
 
-def start_server(*more: str) -> None:
-    """Start the process that ranks are forked from. Returns at once: it imports torch while pytest collects.
-
-    If it was not there yet it imports these modules, too.
-    """
+def start_server() -> None:
+    """Start the process that ranks are forked from. Returns at once: it imports torch while pytest collects."""
     # These are read when a library loads, so they have to be in the server's environment before it imports torch.
     # The server imports from this path, wherever pytest was started.
     path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
     # glibc fills memory with a pattern when it hands it out and takes it back: an early read finds no old parameter. It
     # does so for all but the chunks below about a kilobyte that each thread keeps for itself.
     with _environment(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", MALLOC_PERTURB_="165", PYTHONPATH=path):
-        multiprocessing.set_forkserver_preload(["tests.support.rank_server", *more])
+        multiprocessing.set_forkserver_preload(["tests.support.rank_server"])
         multiprocessing.forkserver.ensure_running()
 
 

@@ -103,23 +103,38 @@ def assert_close(seen: Tensor, expected: Tensor, what: str) -> None:
 
 
 def assert_equal(seen: Any, expected: Any, where: object = "") -> None:
-    """Two nested values are of the same types, with the same tensors to the last bit and the same placements."""
-    assert type(seen) is type(expected), where
-    if isinstance(expected, DTensor):
-        assert (seen.placements, seen.shape) == (expected.placements, expected.shape), where
-        assert torch.equal(seen.to_local(), expected.to_local()), where
-    elif isinstance(expected, Tensor):
-        assert torch.equal(seen, expected) and seen.dtype == expected.dtype, where
-    elif isinstance(expected, dict):
-        assert seen.keys() == expected.keys(), where
-        for key, value in expected.items():
-            assert_equal(seen[key], value, f"{where}.{key}")
-    elif isinstance(expected, list | tuple):
-        assert len(seen) == len(expected), where
-        for index, value in enumerate(expected):
-            assert_equal(seen[index], value, f"{where}.{index}")
-    else:
-        assert seen == expected, where
+    """There are no `differences`."""
+    found = differences(seen, expected, str(where))
+    assert not found, found
+
+
+def differences(seen: Any, expected: Any, where: str = "") -> list[str]:
+    """The places where two nested values differ: in a type, a key, a placement, or a bit of a tensor."""
+    if type(seen) is not type(expected):
+        return [f"{where}: {type(seen).__name__}, expected {type(expected).__name__}"]
+    if isinstance(expected, dict):
+        if seen.keys() != expected.keys():
+            return [f"{where}: keys {list(seen)}, expected {list(expected)}"]
+        return [found for key in expected for found in differences(seen[key], expected[key], f"{where}.{key}")]
+    if isinstance(expected, list | tuple):
+        if len(seen) != len(expected):
+            return [f"{where}: {len(seen)} items, expected {len(expected)}"]
+        pairs = enumerate(zip(seen, expected, strict=True))
+        return [found for number, (a, b) in pairs for found in differences(a, b, f"{where}.{number}")]
+    if isinstance(expected, Tensor):
+        (of_seen, one), (of_expected, other) = _facts(seen), _facts(expected)
+        return [] if of_seen == of_expected and torch.equal(_bits(one), _bits(other)) else [where]
+    return [] if seen == expected else [f"{where}: {seen!r}, expected {expected!r}"]
+
+
+def _facts(tensor: Tensor) -> tuple[Any, Tensor]:
+    if isinstance(tensor, DTensor):
+        return (tensor.placements, tensor.shape, tensor.dtype), tensor.detach().to_local()
+    return (tensor.shape, tensor.dtype), tensor.detach()
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def local_gradients(model: nn.Module) -> list[Tensor]:

@@ -22,8 +22,9 @@ from shardkit.core.checkpoint.command import main
 from shardkit.core.checkpoint.directory import open_index
 from shardkit.core.checkpoint.sources import SAFETENSORS_DTYPES, open_file
 from shardkit.core.checkpoint.writers import DcpWriter
-from tests.core.checkpoint.trainee import ElasticLoader, Held, Trainee, differences, flip, save_two_steps
+from tests.core.checkpoint.trainee import Held, flip, restore, save_two_steps
 from tests.support import run_ranks
+from tests.support.twins import differences
 
 
 @pytest.fixture(scope="module")
@@ -37,12 +38,6 @@ def weights(full: dict[str, Any]) -> dict[str, torch.Tensor]:
     return {name.removeprefix("model."): value for name, value in full.items() if name.startswith("model.")}
 
 
-def restore(rank: int, world_size: int, path: Path) -> Any:
-    trainee = Trainee((world_size,), seed=2, loader_kind=ElasticLoader)
-    CheckpointManager(path.with_name("none")).restore(trainee.state, source=path)
-    return trainee.full()
-
-
 def test_reshard_and_diff(tmp_path, saved: tuple[Path, Any], capsys):
     path, expected = saved
     for ranks in (1, 3):
@@ -51,7 +46,7 @@ def test_reshard_and_diff(tmp_path, saved: tuple[Path, Any], capsys):
         assert sorted(one.name for one in target.glob("*.distcp")) == [f"__{rank}_0.distcp" for rank in range(ranks)]
         assert main(["diff", str(path / "step-000002"), str(target)]) == 0
         assert main(["verify", str(target)]) == 0
-        for seen in run_ranks(2, restore, target):
+        for seen in run_ranks(2, restore, tmp_path / "none", target):
             assert differences(seen, expected) == []
     assert open_index(target).world_size == 4
     dcp_to_torch_save(target, tmp_path / "whole.pt")  # stock reads it as well
@@ -171,6 +166,7 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, s
     return status, captured.out + captured.err
 
 
+@pytest.mark.daily(unbuffered=["1"])
 @pytest.mark.parametrize(("unbuffered", "expected"), [("1", 128 + signal.SIGPIPE), ("", 0)])
 def test_a_reader_that_goes_away_is_no_error(saved: tuple[Path, Any], unbuffered: str, expected: int):
     """Output after the pipe closes is dropped without an error, for example by `| head`.

@@ -19,19 +19,20 @@ from shardkit.core.checkpoint.command import main
 from shardkit.core.checkpoint.directory import CheckpointDirectory, remove_unless_written, writing_in
 from shardkit.core.checkpoint.plan import Piece, Plan
 from shardkit.core.checkpoint.saving import Header, Image, Save
-from tests.core.checkpoint.trainee import flip, saved, small_state
+from tests.core.checkpoint.trainee import flip, saved
 from tests.support import on_ranks
+
+STATE = TrainingState(torch.nn.Linear(1, 1))
 
 
 def test_retention_spares_what_was_just_saved(tmp_path):
     """A run that goes back to an older checkpoint must not lose the checkpoints that it saves from there."""
-    state = small_state()
-    saved(tmp_path, state, 5, 6, 8)
+    saved(tmp_path, STATE, 5, 6, 8)
     manager = CheckpointManager(tmp_path, keep=1)
-    manager.restore(state, step=6)
-    manager.save(7, state, blocking=True)
+    manager.restore(STATE, step=6)
+    manager.save(7, STATE, blocking=True)
     assert [one.step for one in manager.checkpoints()] == [7, 8]
-    manager.save(8, state, blocking=True)
+    manager.save(8, STATE, blocking=True)
     assert [one.step for one in manager.checkpoints()] == [8]
 
 
@@ -68,8 +69,7 @@ def test_what_dead_runs_have_left_goes(tmp_path):
 
 
 def test_a_checkpoint_that_cannot_be_replaced_stays(tmp_path, monkeypatch):
-    state = small_state()
-    manager = saved(tmp_path, state, 1)
+    manager = saved(tmp_path, STATE, 1)
     rename = Path.rename
 
     def failing(source: Path, target: Path) -> Path:
@@ -79,7 +79,7 @@ def test_a_checkpoint_that_cannot_be_replaced_stays(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Path, "rename", failing)
     with pytest.raises(CheckpointError, match="Input/output error"):
-        manager.save(1, state, blocking=True)
+        manager.save(1, STATE, blocking=True)
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
 
 
@@ -90,25 +90,23 @@ def _in_use(*arguments: object, **options: object) -> None:
 @pytest.mark.parametrize("again", ["a later save", "the next run"])
 def test_what_cannot_be_removed_fails_no_save(tmp_path, monkeypatch, again: str):
     """As on a network file system, where a file that someone reads stays under another name until it is closed."""
-    state = small_state()
-    manager = saved(tmp_path, state, 1, keep=1)
+    manager = saved(tmp_path, STATE, 1, keep=1)
     with monkeypatch.context() as patch:
         patch.setattr(os, "rmdir", _in_use)
-        manager.save(1, state, blocking=True)
-        manager.save(2, state, blocking=True)
+        manager.save(1, STATE, blocking=True)
+        manager.save(2, STATE, blocking=True)
     assert [one.step for one in manager.checkpoints()] == [2]
     assert sorted(path.name.split(".")[-1] for path in tmp_path.iterdir()) == ["deleted", "deleted", "step-000002"]
     if again == "the next run":
         CheckpointManager(tmp_path)
         assert [path.name for path in tmp_path.iterdir()] == ["step-000002"]
-    manager.save(3, state, blocking=True)
+    manager.save(3, STATE, blocking=True)
     assert [path.name for path in tmp_path.iterdir()] == ["step-000003"]
 
 
 def test_a_disk_that_fails_is_damage(tmp_path, monkeypatch, caplog):
     """Then `fallback` takes the checkpoint before, which may lie elsewhere on the disk."""
-    state = small_state()
-    manager = saved(tmp_path, state, 1, 2)
+    manager = saved(tmp_path, STATE, 1, 2)
     preadv = os.preadv
 
     def failing(descriptor: int, *arguments: Any) -> int:
@@ -117,7 +115,7 @@ def test_a_disk_that_fails_is_damage(tmp_path, monkeypatch, caplog):
         return preadv(descriptor, *arguments)
 
     monkeypatch.setattr(os, "preadv", failing)
-    restored = manager.restore(state, fallback=True)
+    restored = manager.restore(STATE, fallback=True)
     (warned,) = caplog.messages
     aside = r"it is kept as \S+/step-000002.damaged, and \S+/step-000001 was restored"
     assert re.match(r"skipped a damaged checkpoint: restoring .*: \S+__0_0.distcp cannot be read .*; " + aside, warned)
@@ -163,10 +161,9 @@ def test_a_save_in_order(tmp_path, monkeypatch):
 
     A checkpoint of this step is there, and an older one is to go.
     """
-    state = small_state()
-    saved(tmp_path, state, 1, 2, 3, keep=2)
+    saved(tmp_path, STATE, 1, 2, 3, keep=2)
     manager = CheckpointManager(tmp_path, keep=1)
-    seen = calls_of(monkeypatch, lambda: manager.save(3, state, blocking=True))
+    seen = calls_of(monkeypatch, lambda: manager.save(3, STATE, blocking=True))
     removals = [number for number, one in enumerate(seen) if one.split()[0] in ("unlink", "rmdir")]
     kept = [one for one in seen if one.split()[0] not in ("unlink", "rmdir")]
     here = tmp_path.name
@@ -204,7 +201,7 @@ def test_a_save_in_order(tmp_path, monkeypatch):
 def test_what_is_written_offline_is_on_disk_before_it_has_its_name(
     tmp_path, monkeypatch, arguments: list[str], files: list[str], named: list[str]
 ):
-    saved(tmp_path, small_state(), 1)
+    saved(tmp_path, STATE, 1)
     command = [arguments[0], str(tmp_path), str(tmp_path / "x"), *arguments[1:]]
     seen = [one for one in calls_of(monkeypatch, lambda: main(command)) if not one.startswith("write ")]
     synced = seen.index("fsync x.partial")
@@ -214,11 +211,10 @@ def test_what_is_written_offline_is_on_disk_before_it_has_its_name(
 
 def test_one_that_died_between_the_renames_is_brought_back(tmp_path):
     """The new checkpoint may be incomplete as far as anyone can tell, so the old one comes back."""
-    state = small_state()
-    CheckpointManager(tmp_path).save(1, state, info={"saved": "first"}, blocking=True)
+    CheckpointManager(tmp_path).save(1, STATE, info={"saved": "first"}, blocking=True)
     shutil.copytree(tmp_path / "step-000001", tmp_path / ".step-000001.ab.incomplete")
     (tmp_path / "step-000001").rename(tmp_path / ".step-000001.ab.replaced")
-    restored = CheckpointManager(tmp_path).restore(state)
+    restored = CheckpointManager(tmp_path).restore(STATE)
     assert restored is not None and restored.info == {"saved": "first"}
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
 
@@ -242,12 +238,11 @@ def test_a_forked_worker_holds_no_lock(tmp_path):
 
 def test_what_was_found_damaged_keeps_nothing_from_its_place(tmp_path, monkeypatch):
     """A second damaged checkpoint of one step gets another name, which is on disk before the run goes on."""
-    state = small_state()
-    manager = saved(tmp_path, state, 1)
+    manager = saved(tmp_path, STATE, 1)
     for aside in ("step-000002.damaged", "step-000002.damaged1"):
-        manager.save(2, state, blocking=True)
+        manager.save(2, STATE, blocking=True)
         flip(tmp_path / "step-000002" / "__0_0.distcp")
-        seen = calls_of(monkeypatch, lambda: manager.restore(state, fallback=True))
+        seen = calls_of(monkeypatch, lambda: manager.restore(STATE, fallback=True))
         assert seen == [f"rename step-000002 {aside}", f"fsync {tmp_path.name}"]
         assert (tmp_path / aside / "manifest.json").exists()
 
@@ -273,17 +268,13 @@ def test_a_file_that_is_short_is_found_before_anything_is_filled_in(tmp_path):
 
 def test_a_checkpoint_under_another_name_is_none(tmp_path):
     """It was renamed by hand, or has another checkpoint's files: the run would go on from the wrong step."""
-    state = small_state()
-    manager = saved(tmp_path, state, 1, 2)
+    manager = saved(tmp_path, STATE, 1, 2)
     (tmp_path / "step-000002").rename(tmp_path / "step-000003")
     (tmp_path / "step-000009").symlink_to(tmp_path / "step-000001")
     with pytest.raises(DamagedCheckpointError, match=r"manifest\.json is of step 2: renamed, or swapped"):
-        manager.restore(state)
-    restored = manager.restore(state, fallback=True)
+        manager.restore(STATE)
+    restored = manager.restore(STATE, fallback=True)
     assert restored is not None and restored.step == 1
-
-
-STATE = TrainingState(torch.nn.Linear(2, 1))
 
 
 def names(path: Path) -> list[str]:
@@ -293,7 +284,7 @@ def names(path: Path) -> list[str]:
 @pytest.mark.parametrize("step", [2, 3, 4])
 def test_the_second_to_save_is_refused(tmp_path, step: int):
     """The second run is refused whether the first one's step is older, the same or newer."""
-    CheckpointManager(tmp_path).save(1, STATE, blocking=True)
+    saved(tmp_path, STATE, 1)
     elder, younger = CheckpointManager(tmp_path, keep=1), CheckpointManager(tmp_path, keep=1)
     elder.save(2, STATE, blocking=True)
     younger_step = {2: 2, 3: 3, 4: 1}[step]
@@ -307,9 +298,8 @@ def test_the_second_to_save_is_refused(tmp_path, step: int):
 
 
 def test_one_that_took_the_place_of_ours(tmp_path):
-    first = CheckpointManager(tmp_path)
-    first.save(1, STATE, blocking=True)
-    CheckpointManager(tmp_path).save(1, STATE, blocking=True)  # of the same step: replaced
+    first = saved(tmp_path, STATE, 1)
+    saved(tmp_path, STATE, 1)  # of the same step: replaced
     with pytest.raises(CheckpointError, match="gained step-000001 since this run began"):
         first.save(2, STATE, blocking=True)
 
@@ -337,8 +327,7 @@ def test_all_ranks_hear_of_it(rank: int, world_size: int, tmp_path) -> None:
 
 @pytest.mark.parametrize("how", ["cut off", "missing", "a pipe"])
 def test_a_manifest_that_is_damaged_ends_no_run(tmp_path, how: str):
-    run = CheckpointManager(tmp_path)
-    run.save(1, STATE, blocking=True)
+    run = saved(tmp_path, STATE, 1)
     manifest = tmp_path / "step-000001" / "manifest.json"
     if how == "cut off":
         os.truncate(manifest, 50)

@@ -12,8 +12,9 @@ from shardkit.core import fully_shard
 from shardkit.core.checkpoint import CheckpointError, CheckpointManager, TrainingState
 from shardkit.core.checkpoint.agreement import Fingerprints, fingerprints
 from shardkit.core.checkpoint.leaves import Captured, Leaves
-from tests.core.checkpoint.trainee import differences, local, saved
+from tests.core.checkpoint.trainee import local, saved
 from tests.support import on_ranks, rank_mesh, run_ranks
+from tests.support.twins import differences
 
 
 def plain_stage(rank: int) -> nn.Module:

@@ -20,8 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardkit.core import fully_shard
 from shardkit.core.checkpoint import full_state_dict, load_full_state_dict, save_full_state_dict
 from shardkit.core.checkpoint.sources import open_source
-from tests.core.checkpoint.trainee import Extra, differences
+from tests.core.checkpoint.trainee import Extra
 from tests.support import on_ranks, rank_mesh, run_ranks
+from tests.support.twins import differences
 
 
 class Model(nn.Module):
@@ -354,44 +355,32 @@ def test_ranks_that_cannot_go_on_together(rank, world_size):
 
 
 @on_ranks(4)
-def test_group_of_some_ranks(rank, world_size):
-    """Two models on two halves of the world; the mesh of a parameter differs between the halves."""
-    mesh = rank_mesh((2, 2), ("outer", "inner"))["inner"]
-    full = torch.arange(5.0) + 10 * (rank // 2)
-    model = nn.Module()
-    model.weight = nn.Parameter(distribute_tensor(torch.zeros(5), mesh, [Shard(0)], src_data_rank=None))
-    load_full_state_dict(model, {"weight": full} if rank % 2 == 0 else None, group=mesh.get_group())
-    assert torch.equal(model.weight.full_tensor(), full)
-    state = full_state_dict(model, group=mesh.get_group())
-    assert torch.equal(state["weight"], full) if rank % 2 == 0 else state == {}
-    outer = rank_mesh((2, 2), ("outer", "inner")).get_group("outer")
-    with pytest.raises(RuntimeError, match=r"shared by ranks \[0, 1\] and \[2, 3\].*pass group="):
-        full_state_dict(model, group=outer)
-    both = rank_mesh((4,), ("shard",))
-    model.weight = nn.Parameter(distribute_tensor(torch.zeros(5), both, [Shard(0)], src_data_rank=None))
-    with pytest.raises(RuntimeError, match=r"weight: the ranks of the group hold .* expected 5; pass group="):
-        full_state_dict(model, group=outer)
-
-
-@on_ranks(4)
-def test_stages_with_equal_names_are_refused(rank, world_size):
-    """Two stages of a pipeline, of two ranks each, with equal names and shapes: sharded, or plain."""
-    stage = rank // 2
-    mesh = rank_mesh((2, 2), ("pp", "dp"))["dp"]
+def test_two_stages_of_a_pipeline(rank, world_size):
+    """Of two ranks each, with equal names and shapes, sharded or plain: each has a group of its own, or is refused."""
+    stage, group = rank // 2, rank_mesh((2, 2), ("outer", "inner"))["inner"].get_group()
     sharded, plain = nn.Linear(3, 3), nn.Linear(3, 3)
     for model in (sharded, plain):
         nn.init.constant_(model.weight, stage)
         nn.init.constant_(model.bias, stage)
-    fully_shard(sharded, mesh=mesh)
+    fully_shard(sharded, mesh=rank_mesh((2, 2), ("outer", "inner"))["inner"])
+    outer = rank_mesh((2, 2), ("outer", "inner")).get_group("outer")
     over = r"no parameter is shared by ranks \[0, 1\] and \[2, 3\], .*; pass group="
     for function in (lambda: load_full_state_dict(sharded, {}), lambda: full_state_dict(sharded)):
         with pytest.raises(RuntimeError, match=over):
             function()
+    with pytest.raises(RuntimeError, match=r"shared by ranks \[0, 1\] and \[2, 3\].*pass group="):
+        full_state_dict(sharded, group=outer)
     with pytest.raises(RuntimeError, match=r"weight: ranks \[2, 3\] hold other values than ranks \[0, 1\].*group="):
         full_state_dict(plain)
     for model in (sharded, plain):
-        state = full_state_dict(model, group=mesh.get_group())
+        state = full_state_dict(model, group=group)
         assert state == {} if rank % 2 else torch.equal(state["weight"], torch.full((3, 3), float(stage)))
+    full = {name: torch.full_like(value, stage + 5) for name, value in plain.state_dict().items()}
+    load_full_state_dict(sharded, None if rank % 2 else full, group=group)
+    assert torch.equal(sharded.weight.full_tensor(), full["weight"])
+    fully_shard(plain, mesh=rank_mesh((4,), ("shard",)))
+    with pytest.raises(RuntimeError, match=r"weight: the ranks of the group hold .* expected 9; pass group="):
+        full_state_dict(plain, group=outer)
 
 
 def test_without_process_group(directory):

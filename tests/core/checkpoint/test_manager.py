@@ -20,8 +20,9 @@ from shardkit.core.checkpoint.directory import CheckpointDirectory
 from shardkit.core.checkpoint.index import seal, unseal
 from shardkit.core.checkpoint.plan import Piece, Plan
 from shardkit.core.checkpoint.saving import Header, Image, Part, build_index, chunks_after, read_part, write_part
-from tests.core.checkpoint.trainee import ElasticLoader, Held, Loader, Trainee, differences, local, saved
+from tests.core.checkpoint.trainee import ElasticLoader, Held, Loader, Trainee, local, save_trained, saved
 from tests.support import on_ranks, rank_mesh, run_ranks
+from tests.support.twins import differences
 
 
 @pytest.mark.parametrize(("world_size", "shape"), [(1, (1,)), (2, (2,)), (3, (3,)), (4, (2, 2))], ids=str)
@@ -47,14 +48,6 @@ def test_a_resumed_run_is_the_same_to_the_last_bit(
     assert found + differences(other.losses[1:], straight.losses[3:], "losses") == []
 
 
-def save_trained(rank: int, world_size: int, path: Path, shape: tuple[int, ...], kind: type[Loader]) -> Any:
-    trainee = Trainee(shape, seed=1, loader_kind=kind)
-    trainee.train(2)
-    with CheckpointManager(path) as manager:
-        manager.save(2, trainee.state)
-    return trainee.full(), trainee.loader.position
-
-
 def restore_elsewhere(rank: int, world_size: int, path: Path, again: Path, shape: tuple[int, ...]) -> Any:
     trainee = Trainee(shape, seed=2, loader_kind=ElasticLoader)
     trainee.train(1)
@@ -68,7 +61,7 @@ def restore_elsewhere(rank: int, world_size: int, path: Path, again: Path, shape
 
 def test_any_ranks_to_any_ranks(tmp_path):
     """2x2 -> 3 -> 1 -> 4 -> 2: uneven shards, empty shards, replicas."""
-    expected, positions = zip(*run_ranks(4, save_trained, tmp_path / "0", (2, 2), ElasticLoader), strict=True)
+    expected, positions = zip(*run_ranks(4, save_trained, tmp_path / "0", (2, 2)), strict=True)
     total = sum(positions)
     for number, shape in enumerate([(3,), (1,), (4,), (2,)]):
         world_size = shape[0]

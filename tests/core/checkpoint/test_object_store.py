@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import fsspec
@@ -15,8 +15,9 @@ import torch
 
 from shardkit.core.checkpoint import CheckpointError, CheckpointManager, DamagedCheckpointError, TrainingState, saving
 from shardkit.core.checkpoint.command import main
-from tests.core.checkpoint.trainee import ElasticLoader, Trainee, differences
+from tests.core.checkpoint.trainee import restore, save_trained
 from tests.support import run_ranks
+from tests.support.twins import differences
 
 STORES = {"memory": "memory://", "local": "local://", "s3": "s3://"}
 
@@ -136,18 +137,13 @@ def test_a_damaged_one_is_set_aside(url: str):
     assert objects(url) == [*damaged, *complete(3)]
 
 
-def saved(rank: int, world_size: int, url: str, settings: dict[str, str]) -> Any:
+def configured(rank: int, world_size: int, settings: dict[str, str], body: Callable[..., Any], *args: Any) -> Any:
     os.environ.update(settings)
-    trainee = Trainee((world_size,), seed=1, loader_kind=ElasticLoader)
-    trainee.train(2)
-    with CheckpointManager(url) as manager:
-        manager.save(2, trainee.state)
-    return trainee.full()
+    return body(rank, world_size, *args)
 
 
-def failed(rank: int, world_size: int, url: str, settings: dict[str, str]) -> str:
+def failed(rank: int, world_size: int, url: str) -> str:
     """A save in which rank 1 cannot write its data; then one that succeeds."""
-    os.environ.update(settings)
     manager, state = CheckpointManager(url), TrainingState(torch.nn.Linear(3, 2))
     write_part = saving.write_part
 
@@ -165,24 +161,17 @@ def failed(rank: int, world_size: int, url: str, settings: dict[str, str]) -> st
     return " ".join(left)
 
 
-def restored(rank: int, world_size: int, url: str, settings: dict[str, str]) -> Any:
-    os.environ.update(settings)
-    trainee = Trainee((world_size,), seed=2, loader_kind=ElasticLoader)
-    assert CheckpointManager(url).restore(trainee.state, step=2) is not None
-    return trainee.full()
-
-
 @pytest.mark.parametrize("store", ["local", "s3"])
 def test_ranks_save_together_and_others_restore(store: str, tmp_path, request):
     settings = request.getfixturevalue("s3") if store == "s3" else {}
     url = f"local://{tmp_path}" if store == "local" else f"s3://bucket/{time.monotonic_ns()}"
-    expected = run_ranks(2, saved, url, settings)[0]
-    left, _ = run_ranks(2, failed, url, settings)
+    expected, _ = run_ranks(2, configured, settings, save_trained, url, (2,))[0]
+    for seen in run_ranks(3, configured, settings, restore, url):
+        assert differences(seen, expected) == []
+    left, _ = run_ranks(2, configured, settings, failed, url)
     both = sorted([*complete(2), "step-000002/__1_0.distcp"])
     assert left.split() == both
     assert objects(url) == both + [one.replace("000002", "000003") for one in both]
-    for seen in run_ranks(3, restored, url, settings):
-        assert differences(seen, expected) == []
 
 
 def test_a_file_url_is_a_directory(tmp_path):

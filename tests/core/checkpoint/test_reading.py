@@ -11,7 +11,8 @@ from torch import nn
 from shardkit.core.checkpoint import CheckpointManager, DamagedCheckpointError, TrainingState, reading, stored
 from shardkit.core.checkpoint.command import main
 from shardkit.core.checkpoint.directory import open_index
-from tests.core.checkpoint.trainee import differences, saved
+from tests.core.checkpoint.trainee import saved
+from tests.support.twins import differences
 
 
 def layouts() -> nn.Module:

@@ -16,8 +16,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_ten
 from shardkit.core import fully_shard
 from shardkit.core.checkpoint import CheckpointError, CheckpointManager, TrainingState
 from shardkit.core.checkpoint.command import main
-from tests.core.checkpoint.trainee import Extra, Held, differences, local, saved
+from tests.core.checkpoint.trainee import Extra, Held, local, saved
 from tests.support import on_ranks, rank_mesh, run_ranks
+from tests.support.twins import differences
 
 EXTRAS: list[Any] = [
     {"scale": torch.tensor(2.0), "names": ["a"], "deep": {3: {}}},

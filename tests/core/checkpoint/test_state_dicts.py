@@ -32,11 +32,14 @@ def _mesh(world_size: int, kind: str) -> DeviceMesh:
     return rank_mesh((world_size,))
 
 
-def _build(api: Any, model: str, mesh: DeviceMesh, seed: int = 0, **options: Any) -> nn.Module:
+def _build(api: Any, model: str, mesh: DeviceMesh, seed: int = 0, meta: bool = False) -> nn.Module:
+    """`meta`: built there, sharded, and given memory."""
     torch.manual_seed(seed)
     spec = MODELS[model]
-    module = spec.build()
-    return shard_each(*spec.blocks(module), module, api=api, mesh=mesh, **options)
+    with torch.device("meta" if meta else "cpu"):
+        module = spec.build()
+    shard_each(*spec.blocks(module), module, api=api, mesh=mesh)
+    return module.to_empty(device="cpu") if meta else module
 
 
 def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
@@ -174,7 +177,9 @@ def test_helpers_with_options(rank: int, world_size: int, kind: str, model: str,
     assert_same(traces["stock"], traces["shardkit"])
     trained = {}
     for name, api, source in (("stock", stock, "shardkit"), ("shardkit", shardkit, "stock")):
-        module = _build(api, model, mesh, seed=1 if options.get("ignore_frozen_params") else 2)
+        module = _build(
+            api, model, mesh, seed=1 if options.get("ignore_frozen_params") else 2, meta=option == "broadcast"
+        )
         optimizer = _optimizer(module)
         model_state, optimizer_state = map(dict, states[source])
         if options.get("broadcast_from_rank0"):  # set_state_dict would take the empty dicts of other ranks for a wish
@@ -212,26 +217,6 @@ def test_full_state_dict_of_0_dim_parameters(rank: int, world_size: int, broadca
         kept.append(copy.deepcopy(get_state_dict(module, optimizer, options=FULL)))
     assert_same(_trace(kept[0][0]), _trace(kept[1][0]))
     assert_same(_trace(kept[0][1]), _trace(kept[1][1]))
-
-
-@pytest.mark.parametrize(("world_size", "kind", "model"), [(3, "fsdp", "transformer"), (4, "hsdp", "mlp")])
-@on_ranks()
-def test_broadcast_after_meta_initialisation(rank: int, world_size: int, kind: str, model: str) -> None:
-    """Built on meta, sharded, given memory; rank 0 alone has the weights and broadcasts them."""
-    torch.manual_seed(1)
-    spec, mesh = MODELS[model], _mesh(world_size, kind)
-    full = spec.build().state_dict()
-    with torch.device("meta"):
-        module = spec.build()
-    shard_each(*spec.blocks(module), module, mesh=mesh)
-    module.to_empty(device="cpu")
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(module, dict(full) if rank == 0 else {}, options=options)
-    for fqn, tensor in module.state_dict().items():
-        assert torch.equal(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor, full[fqn]), fqn
-    built_whole = _build(shardkit, model, mesh, seed=1)
-    losses = [_train(one, model, _optimizer(one), range(3)) for one in (module, built_whole)]
-    assert losses[0] == losses[1]
 
 
 @on_ranks(2)

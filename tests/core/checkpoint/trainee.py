@@ -156,35 +156,28 @@ def save_two_steps(rank: int, world_size: int, path: Path, shape: tuple[int, ...
     return states
 
 
+def save_trained(
+    rank: int, world_size: int, path: Path | str, shape: tuple[int, ...], kind: type[Loader] = ElasticLoader
+) -> Any:
+    """Takes two steps and saves; returns the state, and the position of the loader."""
+    trainee = Trainee(shape, seed=1, loader_kind=kind)
+    trainee.train(2)
+    with CheckpointManager(path) as manager:
+        manager.save(2, trainee.state)
+    return trainee.full(), trainee.loader.position
+
+
+def restore(rank: int, world_size: int, path: Path | str, source: Path | None = None) -> Any:
+    """The state that another trainee has then."""
+    trainee = Trainee((world_size,), seed=2, loader_kind=ElasticLoader)
+    assert CheckpointManager(path).restore(trainee.state, source=source) is not None
+    return trainee.full()
+
+
 def _full(value: Any) -> Any:
     if isinstance(value, DTensor):
         value = value.full_tensor()
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
-
-
-def differences(seen: Any, expected: Any, where: str = "") -> list[str]:
-    """The places in which two nested values are not the same, to the last bit and type."""
-    if type(seen) is not type(expected):
-        return [f"{where}: {type(seen).__name__}, expected {type(expected).__name__}"]
-    if isinstance(expected, dict):
-        if list(seen) != list(expected) and seen.keys() != expected.keys():
-            return [f"{where}: keys {list(seen)}, expected {list(expected)}"]
-        return [found for key in expected for found in differences(seen[key], expected[key], f"{where}.{key}")]
-    if isinstance(expected, list | tuple):
-        if len(seen) != len(expected):
-            return [f"{where}: {len(seen)} items, expected {len(expected)}"]
-        pairs = enumerate(zip(seen, expected, strict=True))
-        return [found for number, (a, b) in pairs for found in differences(a, b, f"{where}.{number}")]
-    if isinstance(expected, torch.Tensor):
-        same = (
-            seen.dtype == expected.dtype and seen.shape == expected.shape and torch.equal(_bits(seen), _bits(expected))
-        )
-        return [] if same else [where]
-    return [] if seen == expected else [f"{where}: {seen!r}, expected {expected!r}"]
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def flip(path: Path) -> None:
@@ -217,10 +210,6 @@ class Extra(nn.Module):
 
     def set_extra_state(self, state: Any) -> None:
         self.extra = state
-
-
-def small_state() -> TrainingState:
-    return TrainingState(nn.Linear(1, 1))
 
 
 def saved(path: Path | str, state: TrainingState, *steps: int, **options: Any) -> CheckpointManager:
