@@ -120,7 +120,7 @@ def _broken(all_jobs: list[Job]) -> list[Job]:
         Job(
             part,
             "broken",
-            tuple(Check(one, f"test_script:{one}", limit=4 if one == "hang" else 60) for one in ways),
+            tuple(Check(one, f"test_script:{one}", limit=1 if one == "hang" else 60) for one in ways),
             90,
             "none",
         )
