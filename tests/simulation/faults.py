@@ -23,7 +23,7 @@ Reference = tuple[Site, str]
 
 
 class Undisturbed(NamedTuple):
-    """What a configuration finds, waits at and holds as it is."""
+    """A run of a configuration without a fault: its findings, its waits, and its references to memory."""
 
     findings: list[str]
     waits: Collection[Site]
