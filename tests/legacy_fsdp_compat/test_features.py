@@ -46,9 +46,6 @@ def alone(world_size: int) -> dict[str, Any]:
     return dict(both.alone(world_size)[0].state_dict())
 
 
-# -- mixed precision ---------------------------------------------------------------------------------------------------
-
-
 class Below(nn.Linear):
     """Takes an input beside the first."""
 
@@ -119,9 +116,6 @@ def test_full_precision_in_eval(rank: int, world_size: int) -> None:
     torch.testing.assert_close(twice, plain.inp.weight.grad, rtol=5e-2, atol=5e-2)
 
 
-# -- features that stock lacks on CPU ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 @on_ranks(2)
 def test_cpu_offload_and_rank0_only(rank: int, world_size: int, strategy: str) -> None:
@@ -135,9 +129,6 @@ def test_cpu_offload_and_rank0_only(rank: int, world_size: int, strategy: str) -
         assert state == {}
         return
     assert_same_tensors(alone(world_size), state, **TOLERANCE)
-
-
-# -- process groups ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -191,9 +182,6 @@ def test_errors_of_the_constructor(rank: int, world_size: int) -> None:
     assert getattr(model, "_handle", None) is None
 
 
-# -- gradients ---------------------------------------------------------------------------------------------------------
-
-
 COMPRESSING = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
 
 
@@ -243,9 +231,6 @@ def test_a_communication_hook_beside_a_scalar(rank: int, world_size: int) -> Non
     assert_same_tensors(*gradients, **TOLERANCE)
 
 
-# -- whole parameters --------------------------------------------------------------------------------------------------
-
-
 @torch.no_grad()
 def fill_and_fail(model: nn.Module) -> None:
     with OURS.api.FSDP.summon_full_params(model):
@@ -290,9 +275,6 @@ def test_summon_full_params(rank: int, world_size: int) -> None:
     assert not model.inp.weight.requires_grad
     model.inp.weight.requires_grad_(True)
     train(model, sgd(model), rank, range(1))
-
-
-# -- construction ------------------------------------------------------------------------------------------------------
 
 
 @on_ranks(2)
@@ -396,9 +378,6 @@ def test_errors_of_loading(rank: int, world_size: int) -> None:
         model.load_state_dict(state)
 
 
-# -- order, moves, experts ---------------------------------------------------------------------------------------------
-
-
 @on_ranks(2, isolated=True)
 def test_another_order_of_execution_is_reported(rank: int, world_size: int) -> None:
     """Every rank runs both experts of a mixture, in its own order if `order` says so."""
@@ -419,9 +398,6 @@ def test_another_order_of_execution_is_reported(rank: int, world_size: int) -> N
     with pytest.raises(RuntimeError, match=r"experts\.[01]") as caught:
         train(model, sgd(model), rank, range(1))
     assert "_fsdp_wrapped_module" not in str(caught.value)
-
-
-# -- ties, calls inside contexts, groups that come and go --------------------------------------------------------------
 
 
 @on_ranks(2)

@@ -181,21 +181,6 @@ def test_arguments(case: str, tmp_path, capsys, monkeypatch):
     assert re.search(f"^error: .*{message}", said), said
 
 
-def good() -> tuple[nn.Module, dict[str, Any]]:
-    """With arguments that do not matter here, and stock's classes."""
-    names = STOCK.api
-    return Net(), {
-        "auto_wrap_policy": names.ModuleWrapPolicy({nn.Sequential}),
-        "sharding_strategy": names.ShardingStrategy.SHARD_GRAD_OP,
-        "device_id": 0,
-    }
-
-
-def test_what_fits_is_converted(local_files: Path, tmp_path, capsys):
-    status, said = converted(local_files, tmp_path / "out", f"{__name__}:good", "local", capsys)
-    assert (status, said[:26]) == (0, "wrote and verified 5 tenso")
-
-
 def of(text: str) -> str:
     """A script, in which T stands for stock's package and S for ours."""
     return re.sub(r"\bT\b", "torch.distributed.fsdp", re.sub(r"\bS\b", "shardkit.legacy_fsdp_compat", text))

@@ -142,9 +142,11 @@ def test_the_round_trip_is_what_stock_wrote(world_size: int, kind: str, use_orig
 
 
 def factory(kind: str, use_orig_params: bool, mixed: bool) -> tuple[nn.Module, dict[str, Any]]:
+    """With stock's classes, and arguments that do not matter here."""
     with torch.device("meta"):
         model = build(kind, 0)
-    return model, fsdp_arguments(STOCK.api, kind, model, use_orig_params, mixed)
+    arguments = fsdp_arguments(STOCK.api, kind, model, use_orig_params, mixed)
+    return model, {**arguments, "sharding_strategy": STOCK.api.ShardingStrategy.SHARD_GRAD_OP, "device_id": 0}
 
 
 def load(rank: int, world_size: int, engine: Engine, kind: str, use_orig_params: bool, directory: Path) -> Any:
@@ -219,18 +221,14 @@ def built() -> tuple[nn.Module, dict[str, Any]]:
 
 
 def arguments(use_orig_params: bool, **units: Any) -> dict[str, Any]:
-    shapes = shapes_of_file_of_tied()
+    shapes: dict[str, Any] = {name: list(value.shape) for name, value in build("tied", 0).state_dict().items()}
+    shapes["head.weight"] = "emb.weight"
     return {
         "use_orig_params": use_orig_params,
         "units": {"": None, "blocks": None, "blocks.*": None} | units,  # "blocks" has no parameters of its own
         "buffers": [name for name in shapes if "scale" in name or "apart" in name],
         "shapes": shapes,
     }
-
-
-def shapes_of_file_of_tied() -> dict[str, Any]:
-    shapes = {name: list(value.shape) for name, value in build("tied", 0).state_dict().items()}
-    return {**shapes, "head.weight": "emb.weight"}
 
 
 def test_the_command(tmp_path, capsys):
@@ -265,10 +263,6 @@ def test_the_command(tmp_path, capsys):
     assert not (tmp_path / "no").exists() and not (tmp_path / "no.partial").exists()
 
 
-def without(config: dict[str, Any], key: str) -> dict[str, Any]:
-    return {name: value for name, value in config.items() if name != key}
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -281,7 +275,7 @@ def without(config: dict[str, Any], key: str) -> dict[str, Any]:
         (lambda c: {**c, "units": {"": []}}, r"param_dtype \[\] is not a dtype of torch"),
         (lambda c: {**c, "buffers": list(c["shapes"])}, "no FSDP module has parameters: all 19 names"),
         (lambda c: {**c, "shapes": {**c["shapes"], "inp.bias": ["five"]}}, "the shape of 'inp.bias' is"),
-        (lambda c: without(c, "units"), "is not a configuration: KeyError"),
+        (lambda c: {"use_orig_params": True, "shapes": c["shapes"]}, "is not a configuration: KeyError"),
         (lambda c: [c], "is not a configuration"),
     ],
 )

@@ -30,9 +30,6 @@ from tests.support import on_ranks
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-# -- optimizers --------------------------------------------------------------------------------------------------------
-
-
 @on_ranks(2)
 def test_optimizer_that_has_stepped_before_the_model_was_wrapped(rank: int, world_size: int) -> None:
     """Existing state is cut like the parameters. Stock's steps raise, so the reference is one process."""
@@ -83,9 +80,6 @@ def test_optimizer_that_goes_by_names(rank: int, world_size: int, in_groups: boo
         )
 
 
-# -- arguments ---------------------------------------------------------------------------------------------------------
-
-
 @on_ranks(1)
 def test_scaled_losses_keep_their_dtype(rank: int, world_size: int) -> None:
     seen = []
@@ -99,9 +93,6 @@ def test_scaled_losses_keep_their_dtype(rank: int, world_size: int) -> None:
             scaler.scale(3)
         seen.append([(value.dtype, value.tolist()) for value in scaled])
     assert seen[0] == seen[1]
-
-
-# -- wrapping again ----------------------------------------------------------------------------------------------------
 
 
 @on_ranks(2)
@@ -124,17 +115,11 @@ def test_units_that_were_used_before(rank: int, world_size: int) -> None:
         assert not unit.check_is_root()
 
 
-# -- attributes that scripts read --------------------------------------------------------------------------------------
-
-
 @on_ranks(1)
 def test_deepcopy_is_refused(rank: int, world_size: int) -> None:
     model = OURS.wrapped(Setting())
     with pytest.raises(RuntimeError, match="cannot be deep-copied"):
         copy.deepcopy(model)
-
-
-# -- inputs, wrappings and state dicts ---------------------------------------------------------------------------------
 
 
 class Nested(nn.Module):

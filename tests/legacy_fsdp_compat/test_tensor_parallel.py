@@ -67,11 +67,6 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, places: list[int],
         optimizer.step()
 
 
-def full_state(model: Any) -> dict[str, torch.Tensor]:
-    with OURS.of_type("FULL", model):
-        return model.state_dict()
-
-
 @pytest.mark.parametrize("kind", ["FULL", "SHARDED"])
 @on_ranks(4)
 def test_training_and_state_dicts(rank: int, world_size: int, kind: str) -> None:
@@ -80,7 +75,7 @@ def test_training_and_state_dicts(rank: int, world_size: int, kind: str) -> None
     optimizer, its_optimizer = OPTIMIZERS["adam"](model.parameters()), OPTIMIZERS["adam"](plain.parameters())
     train(model, optimizer, [place], range(2))
     train(plain, its_optimizer, [0, 1], range(2))
-    assert_same_tensors(dict(plain.state_dict()), full_state(model), **TOLERANCE)
+    assert_same_tensors(dict(plain.state_dict()), OURS.state(model), **TOLERANCE)
     with OURS.of_type(kind, model):
         state, optim = model.state_dict(), names.FSDP.optim_state_dict(model, optimizer)
     average = optim["state"]["0.up.weight"]["exp_avg"]
@@ -96,7 +91,7 @@ def test_training_and_state_dicts(rank: int, world_size: int, kind: str) -> None
         other_optimizer.load_state_dict(names.FSDP.optim_state_dict_to_load(other, other_optimizer, optim))
     train(other, other_optimizer, [place], range(2, 4))
     train(model, optimizer, [place], range(2, 4))
-    assert_same_tensors(full_state(model), full_state(other), rtol=0, atol=0)
+    assert_same_tensors(OURS.state(model), OURS.state(other), rtol=0, atol=0)
 
 
 @on_ranks(4)
@@ -111,12 +106,12 @@ def test_whole_parameters(rank: int, world_size: int) -> None:
     with names.FSDP.summon_full_params(model), torch.no_grad():
         weight = model[0].up.weight
         assert weight.device_mesh.mesh_dim_names == ("tp",)
-        assert_same_tensors(dict(build(0).state_dict()), full_state(model), rtol=0, atol=0)
+        assert_same_tensors(dict(build(0).state_dict()), OURS.state(model), rtol=0, atol=0)
         torch.testing.assert_close(model(batch(0, 0)), build(0)(batch(0, 0)), **TOLERANCE)
         weight.mul_(2)
     expected = build(0).state_dict()
     expected["0.up.weight"] *= 2
-    assert_same_tensors(dict(expected), full_state(model), rtol=0, atol=0)
+    assert_same_tensors(dict(expected), OURS.state(model), rtol=0, atol=0)
 
 
 def write(rank: int, world_size: int, engine: Engine, hidden: int, use_orig_params: bool, directory: Path) -> Any:

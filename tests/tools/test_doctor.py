@@ -194,9 +194,6 @@ def test_host() -> None:
     assert found(report(slow, rank(1, operations(HIDDEN))), "launch").cost == pytest.approx(0.02)
 
 
-# -- real runs ---------------------------------------------------------------------------------------------------------
-
-
 def test_the_command_speaks_plainly_and_refuses_what_is_no_report(tmp_path, capsys) -> None:
     path = tmp_path / "report.json"
     write_report(report(rank(0), rank(1)), path)
