@@ -16,6 +16,7 @@ from tests.simulation.training import Scenario, started, take_steps, whole_step
 
 CAPTURED = [name for name in EVERY if name not in NOT_CAPTURED]
 
+SINGLE = [name for name in EVERY if "," not in name]  # features, by day; combinations by night
 TAKES_TURNS = [name for name, one in EVERY.items() if one.order is not Scenario.order]  # others each step
 
 
@@ -24,6 +25,7 @@ def captured(name: str, whole: bool = True) -> list[str]:
     return check_capture(EVERY[name], whole=whole)
 
 
+@pytest.mark.daily(name=SINGLE)
 @pytest.mark.parametrize("name", CAPTURED)
 def test_a_step_is_captured(name: str, on_device: Callable[..., Any]) -> None:
     found = on_device(captured, name)
@@ -68,6 +70,7 @@ def places(name: str) -> list[list[tuple[str, tuple[int, ...]]]]:
     return steps
 
 
+@pytest.mark.daily(name=SINGLE)
 @pytest.mark.parametrize("name", [name for name in EVERY if name not in TAKES_TURNS])
 def test_unsharded_parameters_lie_where_they_lay(name: str, on_device: Callable[..., Any]) -> None:
     """From the third step on, without a graph: until then the order is learnt, and storages are made."""
