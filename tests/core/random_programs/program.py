@@ -9,15 +9,6 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-IN_PLACE_OPS = ("add_", "mul_", "tanh_", "zero_column_", "add_bias_")
-VIEW_OPS = ("view", "slice", "transpose", "flat_view", "expand")
-PLAIN_OPS = ("tanh", "square", "double", "hook", "detach_half", "clone")
-PARAMETER_OPS = ("linear", "bias", "scale", "gain", "mlp", "table", "spare")
-FORMS = ("tensor", "tuple", "list", "dict", "nested", "dataclass", "object", "closure", "attribute")
-EXTRAS = ("mean", "input", "weight", "weight_view", "half", "int")
-HOOKS = ("replace", "in_place", "pre", "full_backward", "full_backward_pre", "capture", "tensor_hook", "always")
-USES = ("first", "both", "twice", "residual", "extra_in_place", "none")
-
 # The parameters that each operation reads.
 PARAMETERS = {
     "linear": ("linear_w",),
@@ -29,8 +20,6 @@ PARAMETERS = {
     "table": ("table_w",),
     "spare": ("spare_w",),
 }
-# No English words: an error is searched for these names.
-NAMES = ("alpha", "beta", "gamma", "delta")
 
 
 class _Data:
@@ -213,7 +202,3 @@ def parameter_names(program: Program) -> list[str]:
 
 def is_below(path: str, above: str) -> bool:
     return not above or path == above or path.startswith(above + ".")
-
-
-FREE_ACTS = ("state_dict", "moved", "no_grad", "inference", "eval", "dropped")
-SHARDED_ACTS = ("unshard", "unshard_async", "reshard")

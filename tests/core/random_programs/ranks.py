@@ -25,22 +25,9 @@ from shardkit.core import FSDPModule, MixedPrecisionPolicy, clip_grad_norm_, eve
 from shardkit.core.engine.step import state_of
 from shardkit.core.runtime.shared.meeting import neighbours_of
 from tests.core.random_programs.blocks import DTYPES, WholeModel, add_hooks, build, toggle
-from tests.core.random_programs.program import Program, Wrap, is_below
-from tests.core.random_programs.single import Expected, Run, SingleProcess, Unusable
-from tests.core.random_programs.training import (
-    LARGEST_NORM,
-    LEARNING_RATE,
-    Ask,
-    Backward,
-    Event,
-    Failed,
-    Loop,
-    Sync,
-    Synchronize,
-    Toggle,
-    Update,
-    Zero,
-)
+from tests.core.random_programs.program import Act, Program, Wrap, is_below
+from tests.core.random_programs.single import Run, SingleProcess, Unusable
+from tests.core.random_programs.training import LARGEST_NORM, LEARNING_RATE, Backward, Loop
 from tests.support import RankFailure, RankTimeout, run_ranks
 
 _PATIENCE = timedelta(seconds=20)
@@ -231,13 +218,10 @@ class Sharded:
         Raises:
             Wrong: at the first thing that is not as in one process.
         """
-        backwards = iter(expected.backwards)
+        self.expected = iter(expected.backwards)
         self.optimizer = torch.optim.SGD((p for p in self.model.parameters()), lr=LEARNING_RATE)
-        for event in Loop(self.program, self.model, self.trap, self.rank).run():
-            if isinstance(event, Backward):
-                self._check(event, next(backwards))
-            else:
-                self._answer(event)
+        for kind, value in Loop(self.program, self.model, self.trap, self.rank).run():
+            getattr(self, f"_{kind}")(value)
         for root in self.roots:
             if not self.policy.reset:  # else reshard() does nothing
                 root.reset_iter_state()
@@ -246,59 +230,54 @@ class Sharded:
         for name, parameter in self.model.named_parameters():
             self._check_tensor(f"parameter {name} at the end", parameter, expected.parameters[name], 0.0)
 
-    def _answer(self, event: Event) -> None:
-        if isinstance(event, Sync):
-            for root in self.roots:
-                root.set_requires_gradient_sync(event.on)
-        elif isinstance(event, Synchronize):
-            for root in self.roots:
-                root.synchronize_gradients()
-            for module in self.wrapped:  # the last forward may have had no backward
-                module.reshard()
-        elif isinstance(event, Ask):
-            self._do(event)
-        elif isinstance(event, Failed):
-            for root in self.roots:
-                if self.policy.reset:
-                    root.reset_iter_state()
-            self._zero_grad(True)
-        elif isinstance(event, Update):
-            self._whole_is_allowed_no_more()
-            if event.clip:
-                clip_grad_norm_(list(self.model.parameters()), LARGEST_NORM)
-            self.optimizer.step()
-        elif isinstance(event, Toggle):
-            self._whole_is_allowed_no_more()
-            toggle(self.model, event.names)
-        elif isinstance(event, Zero):
-            self._zero_grad(event.set_to_none)
+    # Events of the loop.
 
-    def _whole_is_allowed_no_more(self) -> None:
-        if self.held or not self.policy.reshard_after_backward:
-            for module in self.wrapped:
-                module.reshard()
-            self.held = False
+    def _sync(self, on: bool) -> None:
+        for root in self.roots:
+            root.set_requires_gradient_sync(on)
 
-    def _zero_grad(self, set_to_none: bool) -> None:
+    def _synchronize(self, _: None) -> None:
+        for root in self.roots:
+            root.synchronize_gradients()
+        for module in self.wrapped:  # the last forward may have had no backward
+            module.reshard()
+
+    def _failed(self, _: None) -> None:
+        for root in self.roots:
+            if self.policy.reset:
+                root.reset_iter_state()
+        self._zero(True)
+
+    def _update(self, clip: bool) -> None:
+        self._whole_is_allowed_no_more()
+        if clip:
+            clip_grad_norm_(list(self.model.parameters()), LARGEST_NORM)
+        self.optimizer.step()
+
+    def _toggle(self, names: tuple[str, ...]) -> None:
+        self._whole_is_allowed_no_more()
+        toggle(self.model, names)
+
+    def _zero(self, set_to_none: bool) -> None:
         self.optimizer.zero_grad(set_to_none)
         for root in self.roots:  # a root that no backward with sync has reached may have gradients that wait
             root.zero_grad(set_to_none)
 
-    def _do(self, event: Ask) -> None:
-        module = self.model.get_submodule(event.act.path)
-        if event.act.kind == "state_dict":
+    def _ask(self, act: Act) -> None:
+        module = self.model.get_submodule(act.path)
+        if act.kind == "state_dict":
             self.model.state_dict()
-        elif event.act.kind == "moved":
+        elif act.kind == "moved":
             self.model._apply(torch.clone)
-        elif event.act.kind == "reshard" and isinstance(module, FSDPModule):
+        elif act.kind == "reshard" and isinstance(module, FSDPModule):
             module.reshard()
         elif isinstance(module, FSDPModule):  # else it is below another one of its list
-            module.unshard(async_op=event.act.kind == "unshard_async")
+            module.unshard(async_op=act.kind == "unshard_async")
             self.held = True
 
-    def _check(self, event: Backward, expected: Expected) -> None:
-        seen, wanted = event.values, expected.values[self.rank]
-        for index, (one, other) in enumerate(zip(seen, wanted, strict=True)):
+    def _backward(self, event: Backward) -> None:
+        expected = next(self.expected)
+        for index, (one, other) in enumerate(zip(event.values, expected.values[self.rank], strict=True)):
             what = "loss" if index == 0 else f"gradient of input {index - 1}"
             self._check_tensor(f"{event.label}: {what}", one, other, 0.0)
         ended, self.ended = self.ended, self._ended_backwards()
@@ -307,6 +286,12 @@ class Sharded:
         missed = any(one == other for one, other in zip(ended, self.ended, strict=True))  # a root it did not reach
         if event.sync and expected.gradients is not None:
             self._check_gradients(event, expected.gradients, missed=missed)
+
+    def _whole_is_allowed_no_more(self) -> None:
+        if self.held or not self.policy.reshard_after_backward:
+            for module in self.wrapped:
+                module.reshard()
+            self.held = False
 
     def _check_gradients(self, event: Backward, expected: dict[str, Tensor | None], *, missed: bool) -> None:
         scale = max((float(g.abs().max()) for g in expected.values() if g is not None), default=0.0)

@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from tests.core.random_programs.blocks import DTYPES, add_hooks, build, toggle
 from tests.core.random_programs.program import Program
-from tests.core.random_programs.training import (
-    LARGEST_NORM,
-    LEARNING_RATE,
-    Backward,
-    Event,
-    Failed,
-    Loop,
-    Toggle,
-    Update,
-    Zero,
-)
+from tests.core.random_programs.training import LARGEST_NORM, LEARNING_RATE, Backward, Loop
 
 # A program whose numbers grow beyond this says nothing: roundings would count.
 _LARGEST = 1e8
@@ -43,8 +33,8 @@ class Expected:
 class Run:
     """All backwards of a program, and the parameters at its end."""
 
-    backwards: list[Expected] = field(default_factory=list)
-    parameters: dict[str, Tensor] = field(default_factory=dict)
+    backwards: list[Expected]
+    parameters: dict[str, Tensor]
 
 
 class SingleProcess:
@@ -71,50 +61,55 @@ class SingleProcess:
         Raises:
             Unusable: if it raises, or its numbers are out of range.
         """
-        result = Run(parameters=self.masters)
+        self.backwards: list[Expected] = []
         try:
             for events in zip(*self.loops, strict=True):
-                self._answer(events, result)
+                if answer := getattr(self, f"_{events[0][0]}", None):
+                    answer(*(value for _, value in events))
         except Unusable:
             raise
         except Exception as error:
             raise Unusable(f"{type(error).__name__}: {str(error).splitlines()[0]}") from error
         self._check_unwritten()
-        for expected in result.backwards:
+        for expected in self.backwards:
             seen = [*(expected.gradients or {}).values(), *(v for values in expected.values for v in values)]
             if not all(_in_range(tensor) for tensor in seen if tensor is not None):
                 raise Unusable("numbers out of range")
-        if not any(expected.gradients for expected in result.backwards):
+        if not any(expected.gradients for expected in self.backwards):
             raise Unusable("no gradients")
-        return result
+        return Run(self.backwards, self.masters)
 
-    def _answer(self, events: tuple[Event, ...], result: Run) -> None:
-        event = events[0]
-        if isinstance(event, Backward):
-            if event.sync:
-                self._reduce()
-            gradients = {n: None if g is None else g.clone() for n, g in self.gradients.items()} if event.sync else None
-            values = [[_copy(v) for v in one.values] for one in events if isinstance(one, Backward)]
-            result.backwards.append(Expected(event.label, values, gradients))
-        elif isinstance(event, Failed):
-            for model in self.models:
-                model.zero_grad()
-            self.gradients = dict.fromkeys(self.gradients)
-        elif isinstance(event, Update):
-            if any(parameter.grad is not None for model in self.models for parameter in model.parameters()):
-                raise Unusable("a step while gradients wait for their reduction")
-            self._check_unwritten()
-            if event.clip:
-                self._clip()
-            self._update()
-        elif isinstance(event, Toggle):
-            for model in self.models:
-                toggle(model, event.names)
-        elif isinstance(event, Zero):
-            for model in self.models:
-                model.zero_grad()  # also gradients that wait for their reduction
-            for name, gradient in self.gradients.items():
-                self.gradients[name] = None if gradient is None or event.set_to_none else torch.zeros_like(gradient)
+    # Events, whose values are equal on all ranks but for those of a backward.
+
+    def _backward(self, *ranks: Backward) -> None:
+        first = ranks[0]
+        if first.sync:
+            self._reduce()
+        gradients = {n: None if g is None else g.clone() for n, g in self.gradients.items()} if first.sync else None
+        self.backwards.append(Expected(first.label, [[_copy(v) for v in one.values] for one in ranks], gradients))
+
+    def _failed(self, *_: None) -> None:
+        for model in self.models:
+            model.zero_grad()
+        self.gradients = dict.fromkeys(self.gradients)
+
+    def _update(self, clip: bool, *_: bool) -> None:
+        if any(parameter.grad is not None for model in self.models for parameter in model.parameters()):
+            raise Unusable("a step while gradients wait for their reduction")
+        self._check_unwritten()
+        if clip:
+            self._clip()
+        self._step()
+
+    def _toggle(self, names: tuple[str, ...], *_: tuple[str, ...]) -> None:
+        for model in self.models:
+            toggle(model, names)
+
+    def _zero(self, set_to_none: bool, *_: bool) -> None:
+        for model in self.models:
+            model.zero_grad()  # also gradients that wait for their reduction
+        for name, gradient in self.gradients.items():
+            self.gradients[name] = None if gradient is None or set_to_none else torch.zeros_like(gradient)
 
     def _reduce(self) -> None:
         for name, parameters in _by_name(self.models):
@@ -142,7 +137,7 @@ class SingleProcess:
                 raise Unusable(f"{name} is written in place")
 
     @torch.no_grad()
-    def _update(self) -> None:
+    def _step(self) -> None:
         for name, parameters in _by_name(self.models):
             gradient = self.gradients[name]
             if gradient is None:

@@ -7,17 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 from tests.core.random_programs.program import (
-    EXTRAS,
-    FORMS,
-    FREE_ACTS,
-    HOOKS,
-    IN_PLACE_OPS,
-    NAMES,
-    PARAMETER_OPS,
-    PLAIN_OPS,
-    SHARDED_ACTS,
-    USES,
-    VIEW_OPS,
     Act,
     Block,
     Call,
@@ -32,6 +21,19 @@ from tests.core.random_programs.program import (
     is_below,
     parameter_names,
 )
+
+IN_PLACE_OPS = ("add_", "mul_", "tanh_", "zero_column_", "add_bias_")
+VIEW_OPS = ("view", "slice", "transpose", "flat_view", "expand")
+PLAIN_OPS = ("tanh", "square", "double", "hook", "detach_half", "clone")
+PARAMETER_OPS = ("linear", "bias", "scale", "gain", "mlp", "table", "spare")
+FORMS = ("tensor", "tuple", "list", "dict", "nested", "dataclass", "object", "closure", "attribute")
+EXTRAS = ("mean", "input", "weight", "weight_view", "half", "int")
+HOOKS = ("replace", "in_place", "pre", "full_backward", "full_backward_pre", "capture", "tensor_hook", "always")
+USES = ("first", "both", "twice", "residual", "extra_in_place", "none")
+# No English words: an error is searched for these names.
+NAMES = ("alpha", "beta", "gamma", "delta")
+FREE_ACTS = ("state_dict", "moved", "no_grad", "inference", "eval", "dropped")
+SHARDED_ACTS = ("unshard", "unshard_async", "reshard")
 
 
 class FromSeed:

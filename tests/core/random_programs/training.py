@@ -18,20 +18,6 @@ ROWS = 4
 
 
 @dataclass(frozen=True)
-class Sync:
-    """The backwards that follow reduce gradients, or do not."""
-
-    on: bool
-
-
-@dataclass(frozen=True)
-class Ask:
-    """Something that only a sharded model can do, such as an explicit unshard."""
-
-    act: Act
-
-
-@dataclass(frozen=True)
 class Backward:
     """A backward has ended. ``values`` are losses and gradients of inputs; ``last`` of its micro-batch."""
 
@@ -41,38 +27,18 @@ class Backward:
     last: bool = False
 
 
-@dataclass(frozen=True)
-class Failed:
-    """The user's code raised and the loop goes on with the next micro-batch: gradients are dropped."""
+Event = tuple[str, Any]
+"""A kind and a value:
 
-
-@dataclass(frozen=True)
-class Toggle:
-    """Parameters are frozen, or trained again."""
-
-    names: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Update:
-    """A step of SGD."""
-
-    clip: bool
-
-
-@dataclass(frozen=True)
-class Zero:
-    """``zero_grad``."""
-
-    set_to_none: bool
-
-
-@dataclass(frozen=True)
-class Synchronize:
-    """Gradients that wait are reduced."""
-
-
-Event = Sync | Synchronize | Ask | Backward | Failed | Toggle | Update | Zero
+"backward"      the `Backward` that has ended
+"sync"          whether the backwards that follow reduce gradients
+"synchronize"   gradients that wait are reduced (no value)
+"ask"           the `Act` that only a sharded model can do, such as an explicit unshard
+"failed"        the user's code raised, and the loop goes on with the next micro-batch: gradients are dropped (no value)
+"toggle"        the names of parameters that are frozen, or trained again
+"update"        a step of SGD; whether gradients are clipped first
+"zero"          ``zero_grad``; whether it sets to None
+"""
 
 
 class Loop:
@@ -104,24 +70,24 @@ class Loop:
 
     def _step(self, step: Step, label: str) -> Iterator[Event]:
         if step.toggle:
-            yield Toggle(step.toggle)
+            yield "toggle", step.toggle
         for index, micro in enumerate(step.micros):
             try:
                 yield from self._micro(micro, f"{label}, micro-batch {index}")
             except Deliberate:
-                yield Failed()
+                yield "failed", None
             finally:
                 self.trap.armed = None
         if step.synchronize:
-            yield Synchronize()
-            yield Backward(f"{label}, synchronized", sync=True, last=True)
+            yield "synchronize", None
+            yield "backward", Backward(f"{label}, synchronized", sync=True, last=True)
         if step.update:
-            yield Update(step.clip)
+            yield "update", step.clip
         if step.zero != "keep":
-            yield Zero(step.zero == "none")
+            yield "zero", step.zero == "none"
 
     def _micro(self, micro: Micro, label: str) -> Iterator[Event]:
-        yield Sync(micro.sync)
+        yield "sync", micro.sync
         yield from self._acts(micro.before)
         self.trap.armed = micro.fail
         done = [self._forward(micro) for _ in range(micro.forwards)]
@@ -136,7 +102,8 @@ class Loop:
                 retain = index < len(losses) - 1 or again < micro.twice
                 values += self._backward(micro, loss, inputs, retain)
                 last = not retain
-                yield Backward(f"{label}, backward {index}{' again' if again else ''}", micro.sync, values, last)
+                where = f"{label}, backward {index}{' again' if again else ''}"
+                yield "backward", Backward(where, micro.sync, values, last)
 
     def _backward(self, micro: Micro, loss: Tensor, inputs: list[Tensor], retain: bool) -> list[Tensor | None]:
         if micro.by == "inputs" and inputs:
@@ -175,7 +142,7 @@ class Loop:
             if act.kind in ("no_grad", "inference", "eval", "dropped"):
                 self._other_forward(act.kind)
             else:
-                yield Ask(act)
+                yield "ask", act
 
     def _other_forward(self, kind: str) -> None:
         """A forward that no backward follows. The trap is for the others."""
