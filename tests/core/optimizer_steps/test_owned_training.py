@@ -1,9 +1,7 @@
-"""Muon on `Owned` beside AdamW, in recipes that users combine it with, and resumed on other ranks: as one process."""
+"""Muon on `Owned` beside AdamW, in recipes that users combine it with: as one process."""
 
 import copy
 import io
-import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardkit.core import Blocks, CPUOffloadPolicy, Owned, clip_grad_norm_, fully_shard
-from shardkit.core.checkpoint import CheckpointManager, TrainingState
-from tests.core.optimizer_steps.placed_training import build, check, optimizer_for, sharded, step
-from tests.support import on_ranks, rank_mesh, run_ranks
+from tests.support import on_ranks, rank_mesh
 from tests.support.models import TiedModel
 
 
@@ -77,47 +73,3 @@ def test_muon_beside_adamw(rank: int, world_size: int, setting: str, muon_first:
     start = TiedModel().state_dict()
     moved = [name for name, value in reference.state_dict().items() if not torch.equal(value, start[name])]
     assert "blocks.0.up.weight" in moved
-
-
-KINDS = {
-    "torch.optim.Muon": "owned",
-    "pytorch_optimizer.SOAP": "owned",
-    "torchao.optim.AdamW8bit": "owned",
-    "bitsandbytes.optim.AdamW8bit": "owned",
-}
-
-
-def _save(rank: int, world_size: int, path: Path) -> None:
-    warnings.simplefilter("ignore")
-    for kind, place in KINDS.items():
-        model = sharded(build(), world_size, place)
-        optimizer = optimizer_for(kind, model.parameters())
-        for number in range(2):
-            step(model, optimizer, number)
-        with CheckpointManager(path / kind) as manager:
-            manager.save(2, TrainingState(model, optimizer))
-
-
-def _resume(rank: int, world_size: int, path: Path) -> None:
-    warnings.simplefilter("ignore")
-    for kind, place in KINDS.items():
-        reference = build()
-        alone = optimizer_for(kind, reference.parameters())
-        model = sharded(build(), world_size, place)
-        optimizer = optimizer_for(kind, model.parameters())
-        assert CheckpointManager(path / kind).restore(TrainingState(model, optimizer)) is not None
-        for number in range(4):
-            step(reference, alone, number)
-            if number >= 2:
-                step(model, optimizer, number)
-        check(model, [p.detach() for p in reference.parameters()], kind)
-
-
-@pytest.mark.daily(saved_on=[2])
-@pytest.mark.parametrize(("saved_on", "resumed_on"), [(2, (3,)), (4, (1, 3))])
-def test_resumes_on_other_ranks_with_the_bits_of_one_process(
-    saved_on: int, resumed_on: tuple[int, ...], tmp_path: Path
-) -> None:
-    run_ranks(saved_on, _save, tmp_path, timeout=120)
-    for world_size in resumed_on:
-        run_ranks(world_size, _resume, tmp_path, timeout=120)
