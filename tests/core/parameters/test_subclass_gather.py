@@ -1,6 +1,8 @@
-"""Tensor subclasses that bring their own all-gather, in torchao's manner, against stock and the mathematics."""
+"""Tensor subclasses that bring their own all-gather, torchao's and others, against stock and the mathematics."""
 
+import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import pytest
@@ -9,10 +11,13 @@ import torch.distributed.fsdp as stock
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn import functional as F
 
 import shardkit.core as shardkit
 from tests.support import on_ranks, rank_mesh
+from tests.support.heard import heard
 from tests.support.meshes import data_mesh
+from tests.support.models import Composed
 from tests.support.sharding import shard_each
 from tests.support.twins import assert_equal
 from tests.support.wire_weights import BFloat16OnTheWire, SameOnTheWire, WireWeight
@@ -39,44 +44,83 @@ class Int8OnTheWire(WireWeight):
         return weight, (weight, data, scale)
 
 
-WIRES = {"bfloat16": BFloat16OnTheWire, "int8": Int8OnTheWire, "same": SameOnTheWire}
-
-
-def _model(api: Any, wire: type[WireWeight], **options: Any) -> Any:
-    """Wrapped weights beside plain biases, in one group; every first dim divides by 1, 2 and 4."""
-    torch.manual_seed(0)
+def _wired(wire: type[WireWeight]) -> nn.Sequential:
+    """Wrapped weights beside plain biases; every first dim divides by 1, 2 and 4."""
     layers = [nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 4)]
     for linear in layers[:3:2]:
         linear.weight = nn.Parameter(wire(linear.weight.detach().clone()))
-    return shard_each(layers[0], layers[2], nn.Sequential(*layers), api=api, **options)
+    return nn.Sequential(*layers)
 
 
-def _train(api: Any, rank: int, wire: str, steps: int = 4, **options: Any) -> dict[str, Tensor]:
-    if wire == "bfloat16":
+def _quantized(config: str, **options: Any) -> nn.Sequential:
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(3)])
+    training = pytest.importorskip("torchao.prototype.quantized_training")
+    pytest.importorskip("torchao.quantization").quantize_(model, getattr(training, config)(**options))
+    return model
+
+
+def _low_rank() -> nn.Sequential:
+    """QLoRA: frozen nf4 weights, and two small matrices each that train."""
+    nf4 = pytest.importorskip("torchao.quantization.quantize_.workflows.nf4.nf4_tensor")
+
+    def run(layer: Any, x: Tensor) -> Tensor:
+        return torch.tanh(nf4.linear_nf4(x, layer.weight) + F.linear(F.linear(x, layer.down), layer.up))
+
+    def layer() -> nn.Module:
+        weight = nn.Parameter(nf4.to_nf4(torch.randn(256, 256) / 16), requires_grad=False)
+        down, up = (nn.Parameter(torch.randn(shape) / 16) for shape in ((4, 256), (256, 4)))
+        return Composed(run, weight=weight, down=down, up=up)
+
+    return nn.Sequential(layer(), layer(), layer())
+
+
+TORCHAO: dict[str, Callable[[], nn.Sequential]] = {
+    "torchao int8": partial(_quantized, "int8_weight_only_quantized_training"),
+    "torchao int8 mixed precision": partial(_quantized, "int8_mixed_precision_training", module_swap=False),
+    "torchao nf4": _low_rank,
+}
+MODELS = TORCHAO | {
+    "bfloat16": partial(_wired, BFloat16OnTheWire),
+    "int8": partial(_wired, Int8OnTheWire),
+    "same": partial(_wired, SameOnTheWire),
+}
+
+
+def _train(api: Any, rank: int, kind: str, **options: Any) -> dict[str, Any]:
+    if kind == "bfloat16":
         options["mp_policy"] = api.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    model = _model(api, WIRES[wire], **options)
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.2)
-    trace = {}
-    for step in range(steps):
-        generator = torch.Generator().manual_seed(10 * rank + step)
-        loss = model(torch.randn(3, 8, generator=generator)).square().mean()
+    torch.manual_seed(0)
+    model = MODELS[kind]()
+    blocks = [module for module in model if [*module.parameters()]]
+    shard_each(*blocks[:-1], model, api=api, **options)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.2, momentum=0.9)
+    width = next(model.parameters()).shape[1]
+    trace: dict[str, Any] = {}
+    torch.manual_seed(rank)  # torchao's int8 rounds its updates stochastically
+    for step in range(4):
+        loss = model(torch.randn(24, width)).square().mean()
         trace[f"step {step}: loss"] = loss.detach()
         loss.backward()
         for fqn, parameter in model.named_parameters():
             if parameter.requires_grad:
-                trace[f"step {step}: gradient {fqn}"] = _plain(parameter.grad)
+                trace |= _plain(f"step {step}: gradient of {fqn}", parameter.grad.to_local())
         optimizer.step()
         optimizer.zero_grad()
-        for fqn, parameter in model.named_parameters():
-            trace[f"step {step}: parameter {fqn}"] = _plain(parameter)
         with torch.no_grad():
-            trace[f"step {step}: evaluated"] = model(torch.ones(2, 8))
+            trace[f"step {step}: evaluated"] = model(torch.ones(2, width))
+    for module in (*blocks[:-1], model):
+        module.reshard()
+    for fqn, parameter in model.named_parameters():
+        trace |= _plain(fqn, parameter.to_local())
+    assert trace["step 0: loss"] != trace["step 3: loss"]
     return trace
 
 
-def _plain(parameter: Any) -> Tensor:
-    local = parameter.detach().to_local()
-    return (local._inner if isinstance(local, WireWeight) else local).clone()
+def _plain(name: str, tensor: Any) -> dict[str, Any]:
+    if type(tensor) is Tensor:
+        return {name: tensor.detach().clone()}
+    inner, _ = tensor.__tensor_flatten__()
+    return {f"{name}.{one}": getattr(tensor, one).clone() for one in inner} | {f"type of {name}": type(tensor)}
 
 
 def columns(parameter: Tensor) -> Shard:
@@ -84,7 +128,7 @@ def columns(parameter: Tensor) -> Shard:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "wire", "options"),
+    ("world_size", "kind", "options"),
     [
         # On a single rank stock hands on one of the hook's tensors only, so int8 and its scales cannot be compared.
         (1, "bfloat16", {"reshard_after_forward": True}),
@@ -96,12 +140,14 @@ def columns(parameter: Tensor) -> Shard:
         (4, "int8", {"hsdp": True}),  # the mesh that the hook gets is the shard axis
         (2, "same", {"shard_placement_fn": columns}),  # stock cannot join the scales of int8 on columns
         (4, "bfloat16", {"hsdp": True, "shard_placement_fn": columns}),
+        *((2, kind, {}) for kind in TORCHAO),
+        (2, "torchao int8 mixed precision", {"reshard_after_forward": False, "shard_placement_fn": columns}),
     ],
 )
 @on_ranks()
-def test_training_like_stock(rank: int, world_size: int, wire: str, options: dict[str, Any]) -> None:
+def test_training_like_stock(rank: int, world_size: int, kind: str, options: dict[str, Any]) -> None:
     mesh = data_mesh(options.pop("hsdp", False))
-    assert_equal(*(_train(api, rank, wire, mesh=mesh, **options) for api in (shardkit, stock)))
+    assert_equal(*(_train(api, rank, kind, mesh=mesh, **options) for api in (shardkit, stock)))
 
 
 @on_ranks(4)
@@ -259,7 +305,7 @@ def test_malformed_hooks(rank: int, world_size: int) -> None:
 @on_ranks(1, 2)
 def test_state_dict(rank: int, world_size: int) -> None:
     """A state dict holds the wrapped shards, and loading copies into them."""
-    model = _model(shardkit, Int8OnTheWire, mesh=rank_mesh((world_size,)))
+    model = shardkit.fully_shard(_wired(Int8OnTheWire), mesh=rank_mesh((world_size,)))
     model(torch.randn(2, 8)).sum().backward()
     saved = {fqn: tensor.clone() for fqn, tensor in model.state_dict().items()}
     assert isinstance(saved["0.weight"].to_local(), Int8OnTheWire)
@@ -317,3 +363,48 @@ def test_hooks_that_are_put_on_local_tensors(rank: int, world_size: int, cut: An
         seen.append([output, *(parameter.grad.full_tensor() for parameter in model.parameters())])
     for theirs, ours in zip(*seen, strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+# -- torchao -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", TORCHAO)
+@on_ranks(1)
+def test_one_rank_like_one_process(rank: int, world_size: int, kind: str) -> None:
+    """Stock hands on one of the hook's tensors only on a single rank, so the unsharded model is the reference."""
+    torch.manual_seed(0)
+    model = TORCHAO[kind]()
+    sharded = copy.deepcopy(model)
+    shardkit.fully_shard(sharded, mesh=rank_mesh((world_size,)))
+    for step in range(3):
+        x = torch.randn(24, next(model.parameters()).shape[1])
+        losses = [one(x).square().mean() for one in (model, sharded)]
+        assert torch.equal(*losses), step
+        for one, loss in zip((model, sharded), losses, strict=True):
+            loss.backward()
+            torch.manual_seed(step)
+            torch.optim.SGD([p for p in one.parameters() if p.requires_grad], lr=0.5).step()
+            one.zero_grad()
+
+
+@on_ranks(2)
+def test_float8_gathers_a_byte_for_each_element(rank: int, world_size: int) -> None:
+    """Equal batches on both ranks, so the unsharded model is the reference: stock cannot gather float8 with gloo."""
+    float8 = pytest.importorskip("torchao.float8")
+    torch.manual_seed(0)
+    plain = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64, bias=False), nn.Tanh()) for _ in range(3)])
+    sharded = copy.deepcopy(plain)
+    for model in (plain, sharded):
+        config = float8.Float8LinearConfig(enable_fsdp_float8_all_gather=model is sharded, emulate=True)
+        float8.convert_to_float8_training(model, config=config)
+    shard_each(*sharded, sharded)
+    with heard(shardkit.events.GatherStarted) as started:
+        for step in range(3):
+            x = torch.randn(24, 64, generator=torch.Generator().manual_seed(step))
+            losses = [(model(x) - x.sin()).square().mean() for model in (plain, sharded)]
+            assert torch.equal(*losses), step
+            for model, loss in zip((plain, sharded), losses, strict=True):
+                loss.backward()
+                torch.optim.SGD(model.parameters(), lr=0.5).step()
+                model.zero_grad()
+    assert {(one.bytes, one.wire_bytes, one.dtype) for one in started} == {(64 * 64, 64 * 32, torch.float8_e4m3fn)}
