@@ -21,15 +21,20 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint  # imports FSDP in its middle, when shardkit could not be imported yet
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 dist.init_process_group("gloo")
 model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))
 fully_shard(model[0])
 fully_shard(model)
-legacy = FullyShardedDataParallel(nn.Linear(6, 3), device_id=torch.device("cpu"))
+options = {"auto_wrap_policy": ModuleWrapPolicy({nn.Linear}), "device_id": torch.device("cpu")}
+legacy = FullyShardedDataParallel(nn.Sequential(nn.Linear(6, 3)), **options)
 for one in (model, legacy):
     one(torch.randn(2, 6)).square().mean().backward()
+with FullyShardedDataParallel.state_dict_type(legacy, StateDictType.FULL_STATE_DICT):
+    assert legacy.state_dict()["0.weight"].shape == (3, 6) == get_model_state_dict(legacy)["0.weight"].shape
 if dist.get_rank() == 0:
     print("engines", type(model).__mro__[1].__module__, type(legacy).__module__)
 dist.destroy_process_group()
