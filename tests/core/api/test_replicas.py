@@ -2,31 +2,29 @@
 
 import os
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
 from shardkit.core import broadcast_replicas, full_state_dict, fully_shard
 from tests.support import on_ranks, rank_mesh
 from tests.support.meshes import data_mesh
+from tests.support.models import Composed
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inp, self.norm, self.out = nn.Linear(5, 600), nn.LayerNorm(600), nn.Linear(600, 3)
-        self.scale = nn.Parameter(torch.tensor(1.0))
-        self.register_buffer("shift", torch.ones(1))
-        self.statistics = nn.BatchNorm1d(3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.statistics(self.out(self.norm(self.inp(x))) * self.scale + self.shift)
-
-
-def sharded(kind: str) -> Net:
-    model = Net()
+def sharded(kind: str) -> Any:
+    model: Any = Composed(
+        lambda net, x: net.statistics(net.out(net.norm(net.inp(x))) * net.scale + net.shift),
+        inp=nn.Linear(5, 600),
+        norm=nn.LayerNorm(600),
+        out=nn.Linear(600, 3),
+        scale=nn.Parameter(torch.tensor(1.0)),
+        statistics=nn.BatchNorm1d(3),
+    )
+    model.register_buffer("shift", torch.ones(1))
     if kind == "tp":
         mesh = rank_mesh((2, 2), ("dp", "tp"))
         parallelize_module(model, mesh["tp"], {"norm": SequenceParallel(sequence_dim=0, use_local_output=True)})

@@ -6,7 +6,6 @@ import gc
 import itertools
 import sys
 import tracemalloc
-from collections import Counter
 from types import ModuleType
 from typing import Any
 
@@ -41,23 +40,18 @@ def _as_rank_0_of(world_size: int) -> dist.ProcessGroup:
 
 
 class Counting(TorchDispatchMode):
-    """Operators, views and collectives included, by name."""
+    """Operators, views and collectives included, and the bytes that this rank hands to collectives."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: Counter[str] = Counter()
+        self.operators = self.sent = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen[str(func)] += 1
+        self.operators += 1
+        if func.namespace == "c10d":
+            leaves, _ = torch.utils._pytree.tree_flatten((args, kwargs))
+            self.sent += sum(leaf.numel() * leaf.itemsize for leaf in leaves if isinstance(leaf, Tensor))
         return func(*args, **(kwargs or {}))
-
-
-def _counted(work: Any) -> tuple[Counter[str], int]:
-    """The operators that `work` runs, then how often it calls a function, of Python's or of C's."""
-    work()  # plans are made
-    with Counting() as counting:
-        work()
-    return counting.seen, _calls(work)
 
 
 def _calls(work: Any, modules: tuple[ModuleType, ...] = ()) -> int:
@@ -116,18 +110,20 @@ def _step(model: Any, x: Tensor) -> None:
 @pytest.mark.parametrize("compression", [None, CompressionPolicy(gather="int8", block=32)])
 @on_ranks(1, isolated=True)
 def test_a_step_runs_as_many_operators_for_any_number_of_ranks(rank: int, world_size: int, compression: Any) -> None:
-    counts = []
+    operators, calls = [], []
     for ranks in WORLD_SIZES:
         _as_rank_0_of(ranks)
-        model, x = _model(compression_policy=compression), torch.ones(ROWS, requires_grad=True)
-        _step(model, x)
-        counts.append(_counted(lambda model=model, x=x: _step(model, x)))
-    operators = [sum(seen.values()) for seen, _ in counts]
-    calls = [calls for _, calls in counts]
+        train = functools.partial(_step, _model(compression_policy=compression), torch.ones(ROWS, requires_grad=True))
+        train()
+        train()  # plans are made
+        with Counting() as counting:
+            train()
+        operators.append(counting.operators)
+        calls.append(_calls(train))
     # Whether a parameter has a short chunk, or ranks without one, depends on the number of ranks; rows of bytes have
     # parts wherever that is so for any parameter.
     parts, grown = (8, 1.1) if compression is None else (32, 1.25)
-    assert max(operators) <= min(operators) + parts * 3 * GROUPS, counts
+    assert max(operators) <= min(operators) + parts * 3 * GROUPS, operators
     assert max(calls) <= grown * min(calls), calls
 
 
@@ -272,20 +268,6 @@ def test_a_step_on_one_rank_gathers_nothing_after_an_optimizers(rank: int, world
 # -- the comparison of models at the start -----------------------------------------------------------------------------
 
 
-class Moved(TorchDispatchMode):
-    """The bytes that this rank hands to collectives."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.nbytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            leaves, _ = torch.utils._pytree.tree_flatten((args, kwargs))
-            self.nbytes += sum(leaf.numel() * leaf.itemsize for leaf in leaves if isinstance(leaf, Tensor))
-        return func(*args, **(kwargs or {}))
-
-
 def _compares(rank: int, world_size: int, layers: int, differ: bool) -> int:
     """The bytes that this rank hands to collectives while models of so many layers are compared."""
     from shardkit.core.engine.root import initialise_root
@@ -295,10 +277,10 @@ def _compares(rank: int, world_size: int, layers: int, differ: bool) -> int:
         model[layers - 2] = nn.Linear(3, 4, bias=False)
     fully_shard(model)
     told = rf"number {layers - 2} .*'{layers - 2}\.weight' of shape \(3, 3\)"
-    with Moved() as moved, pytest.raises(RuntimeError, match=told) if differ else contextlib.nullcontext():
+    with Counting() as counting, pytest.raises(RuntimeError, match=told) if differ else contextlib.nullcontext():
         initialise_root(fully_shard.state(model))
-    assert moved.nbytes
-    return moved.nbytes
+    assert counting.sent
+    return counting.sent
 
 
 def test_the_comparison_moves_few_bytes_for_any_model() -> None:

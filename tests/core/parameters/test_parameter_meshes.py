@@ -12,26 +12,24 @@ from torch.distributed.tensor import Replicate, Shard
 
 from shardkit.core import fully_shard
 from tests.support import on_ranks, rank_mesh
+from tests.support.models import Composed
 
 
-class Moe(nn.Module):
+def _mixture(experts: int) -> Any:
     """Experts `(experts, in, out)` beside a router."""
 
-    def __init__(self, experts: int) -> None:
-        super().__init__()
-        self.router = nn.Linear(6, experts)
-        self.up = nn.Parameter(torch.randn(experts, 6, 10))
-        self.down = nn.Parameter(torch.randn(experts, 10, 6))
+    def run(module: Any, x: torch.Tensor) -> torch.Tensor:
+        inner = torch.tanh(torch.einsum("bi,eio->ebo", x, module.up))
+        return x + torch.einsum("ebo,eoi,be->bi", inner, module.down, module.router(x).softmax(-1))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weights = self.router(x).softmax(-1)
-        inner = torch.tanh(torch.einsum("bi,eio->ebo", x, self.up))
-        return x + torch.einsum("ebo,eoi,be->bi", inner, self.down, weights)
+    router = nn.Linear(6, experts)
+    up, down = (nn.Parameter(torch.randn(experts, a, b)) for a, b in ((6, 10), (10, 6)))
+    return Composed(run, router=router, up=up, down=down)
 
 
 def build(experts: int) -> nn.Module:
     torch.manual_seed(8)
-    return nn.Sequential(Moe(experts), Moe(experts))
+    return nn.Sequential(_mixture(experts), _mixture(experts))
 
 
 def _gradients(model: nn.Module, rank: int) -> dict[str, torch.Tensor]:
@@ -108,4 +106,4 @@ def test_a_mesh_that_is_none_is_refused(rank: int, world_size: int) -> None:
         placement, mesh_info = None, "edp"
 
     with pytest.raises(TypeError, match=r"mesh_info='edp' for parameter 'up'; expected one with a DeviceM"):
-        fully_shard(Moe(2), mesh=rank_mesh((world_size,)), shard_placement_fn=lambda p: Result())
+        fully_shard(_mixture(2), mesh=rank_mesh((world_size,)), shard_placement_fn=lambda p: Result())

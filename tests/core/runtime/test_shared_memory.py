@@ -404,10 +404,15 @@ def _meets_nobody(rank: int, world_size: int, directory: str) -> None:
     Path(directory, "said").write_text(f"{meeting.value}\n{comparing.value}")
 
 
-def test_a_rank_that_does_not_come_to_the_set_up_is_an_error_with_a_name(tmp_path: Path) -> None:
+def _said_by_rank_0(body: Callable[..., None], directory: Path) -> str:
+    """While rank 1 is killed."""
     with pytest.raises(RankFailure):
-        run_ranks(2, _meets_nobody, str(tmp_path), isolated=True)
-    meeting, comparing = (tmp_path / "said").read_text().splitlines()
+        run_ranks(2, body, str(directory), isolated=True)
+    return (directory / "said").read_text()
+
+
+def test_a_rank_that_does_not_come_to_the_set_up_is_an_error_with_a_name(tmp_path: Path) -> None:
+    meeting, comparing = _said_by_rank_0(_meets_nobody, tmp_path).splitlines()
     assert meeting.startswith("blocks.0: set-up failed (meeting the other ranks of its group)")
     assert comparing.startswith("FSDPLinear: set-up failed (comparing models with the other ranks)")
     assert comparing.endswith("under `shardkit watch` the job names the rank that is missing and what it does instead")
@@ -427,9 +432,7 @@ def _dies(rank: int, world_size: int, directory: str) -> None:
 
 
 def test_a_killed_peer_is_named_at_once(tmp_path: Path) -> None:
-    with pytest.raises(RankFailure):
-        run_ranks(2, _dies, str(tmp_path), isolated=True)
-    said = (tmp_path / "said").read_text()
+    said = _said_by_rank_0(_dies, tmp_path)
     assert "within" not in said, "found by a timeout, which is half an hour here"
     assert "all-gather (waiting for its peers" in said or "launching all-gather failed" in said
     assert "the process of rank 1 of the group has ended" in said
