@@ -335,16 +335,16 @@ def test_reshard_after_forward(rank: int, world_size: int) -> None:
 @on_ranks(4)
 def test_reshard_after_forward_to_neighbours(rank: int, world_size: int) -> None:
     model = _chain(root=True, reshard_after_forward=2)
-    params = [param for block in model.blocks for group in groups_of(block) for param in group.params]
+    groups = [group for block in model.blocks for group in groups_of(block)]
     with Meter() as meter:
         for _ in range(3):
             loss = model(torch.randn(2, WIDTH)).square().sum()
-            kept = sum(tensor.numel() * tensor.itemsize for param in params for tensor in param.kept)
+            kept = sum(tensor.nbytes for group in groups for tensor in group.kept)
             assert (meter.block_bytes, meter.root_bytes, kept) == (BLOCK_BYTES, 0, BLOCKS * BLOCK_BYTES // 2)
             assert all(parameter.device_mesh.size() == world_size for parameter in model.blocks[0].parameters())
             loss.backward()
             assert (meter.block_bytes, meter.root_bytes) == (0, 0)
-            assert not any(param.kept for param in params)
+            assert not any(group.kept for group in groups)
 
 
 @on_ranks(2)

@@ -398,7 +398,7 @@ def test_sums_of_hsdp_of_frozen_and_cast_parameters(rank: int, world_size: int) 
     twins.sharded.set_requires_all_reduce(False)
     twins.backward(_loss)
     with pytest.raises(
-        RuntimeError, match=r"'first.weight' was cast from torch.float32 to torch.float64 while .* all-reduce"
+        RuntimeError, match=r"'first.weight' was cast from torch.float32 to torch.float64, but .* all-reduce"
     ):
         twins.sharded.double()
 

@@ -133,11 +133,7 @@ def gather_plan(case: Case, over: Transport, label: str = "blocks.0") -> GatherP
 
 def flats_for(plan: GatherPlan) -> list[torch.Tensor]:
     """Poisoned flats, so that elements show that a gather does not write."""
-    flats = []
-    for item in plan.items:
-        numel = item.layout.flat_numel if item.layout.dim == 0 else item.layout.numel
-        flats.append(torch.full((numel,), 77, dtype=torch.float32).to(item.dtype))
-    return flats
+    return [torch.full((item.layout.flat_numel,), 77, dtype=torch.float32).to(item.dtype) for item in plan.items]
 
 
 def run_gather(plan: GatherPlan, sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -219,7 +219,7 @@ def _check_tie(
     """A tied parameter has one mesh and one set of dtypes, whichever of its modules runs; it stays where it is."""
     own = policy.for_parameter(param.sharded_param, param.fqn)
     rounding = FSDPParamGroup.of(param).settings.communication.compression if param.shape else compression
-    theirs = (param.mesh.mesh, param.mp_policy.param_dtype, param.mp_policy.reduce_dtype, rounding)
+    theirs = (param.mesh.mesh, param.dtypes.policy.param_dtype, param.dtypes.policy.reduce_dtype, rounding)
     ours = (mesh.mesh, own.param_dtype, own.reduce_dtype, compression)
     if theirs != ours:
         raise ValueError(

@@ -85,10 +85,11 @@ GROUP_NAMES: Mapping[str, Callable[[Any], Any]] = {
 }
 """Of a parameter group, `state._fsdp_param_groups`."""
 
-# sharded_param, unsharded_param and orig_dtype have stock's names.
+# sharded_param and unsharded_param have stock's names.
 PARAM_NAMES: Mapping[str, Callable[[Any], Any]] = {
     "_param_fqn": attrgetter("fqn"),  # error messages
     "_orig_size": attrgetter("shape"),  # Muon optimizers
+    "orig_dtype": attrgetter("shard.tensor.dtype"),  # quantizers of weights
     "sharded_size": lambda param: param.sharded_param.to_local().shape,  # Lightning's tests
 }
 """Of a parameter, `group.fsdp_params`."""

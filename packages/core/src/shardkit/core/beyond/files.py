@@ -112,16 +112,16 @@ class FileTier:
                 continue
             for one in group.params:
                 local_of(one.sharded_param)  # waits for a step of another optimizer on what is copied below
-            params = [one for one in group.params if type(one.local_tensor) is torch.Tensor]
-            params = [one for one in params if one.local_tensor.device.type == "cpu"]
+            params = [one for one in group.params if type(one.shard.local_tensor) is torch.Tensor]
+            params = [one for one in params if one.shard.local_tensor.device.type == "cpu"]
             if pinned := next((one for one in params if one.pinned), None):
                 raise ValueError(
                     f"the shard of parameter '{pinned.fqn}' lies in pinned memory, and FileTier(parameters=True) moves "
                     "it to a file; shard it with CPUOffloadPolicy(pin_memory=False)"
                 )
-            moved, file = self._move(group, [one.local_tensor for one in params], _shards_in(group))
+            moved, file = self._move(group, [one.shard.local_tensor for one in params], _shards_in(group))
             for param, local in zip(params, moved, strict=True):
-                if local is not param.local_tensor:
+                if local is not param.shard.local_tensor:
                     param.adopt_shard(local)
             if file is not None:
                 if group not in self._shards:
@@ -199,7 +199,7 @@ def _reads_shards(group: FSDPParamGroup) -> bool:
     """Whether a gather is under way, which may copy the shards at its end, or forward reads them themselves."""
     if group.residence is Residence.GATHERING:
         return True
-    return group.is_unsharded and any(param.aliased for param in group.params)
+    return group.is_unsharded and any(param.shard.aliased for param in group.params)
 
 
 class _Order:

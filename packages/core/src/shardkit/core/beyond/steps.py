@@ -378,7 +378,7 @@ class OverlappedSteps(PlainSteps):
             job.tier, job.state_of_optimizer = self.tier, optimizer.state
             job.cast_dtype = None if job in at_once else job.narrower_dtype
             if job.cast_dtype is not None and job.group is not None:  # here, as a load may assign others before it runs
-                job.shards = [param.local_tensor for param in job.group.params]
+                job.shards = [param.shard.local_tensor for param in job.group.params]
             job.wait, job.before_gather = partial(self._wait_for, job), partial(self._before_gather, job)
             self._jobs[job] = None
             if job.group is not None:
@@ -542,7 +542,7 @@ class Job:
         group = self.group
         if group is None or group.is_unsharded:
             return True
-        read_in_place = any(param.aliased or param.subclass is not None for param in group.params)
+        read_in_place = any(param.shard.aliased or param.shard.subclass is not None for param in group.params)
         if self.device.type == "cpu":
             return read_in_place and group.residence is Residence.CACHED
         lane = group.schedule.context.gathers
@@ -554,9 +554,10 @@ class Job:
         group = self.group
         if group is None or group.device.type == "cpu" or self.tier is not None or len(self.twins) < len(group.params):
             return None
-        if any(param.offload is None or param.aliased or param.subclass is not None for param in group.params):
+        shards = [param.shard for param in group.params if param.offload is not None]
+        if len(shards) < len(group.params) or any(one.aliased or one.subclass is not None for one in shards):
             return None
-        dtypes = {param.dtype for param in group.params}
+        dtypes = {param.dtypes.compute for param in group.params}
         narrowest = min(twin.local.dtype.itemsize for twin in self.twins)
         return next((one for one in dtypes if len(dtypes) == 1 and one.itemsize < narrowest), None)
 
@@ -565,7 +566,7 @@ class Job:
         """Whether the group still sends these shards, in this dtype: a load may have assigned others."""
         if self.group is None or self.cast is None or self.cast_dtype is not self.narrower_dtype:
             return False
-        return not any(map(is_not, self.shards, (param.local_tensor for param in self.group.params)))
+        return not any(map(is_not, self.shards, (param.shard.local_tensor for param in self.group.params)))
 
     def written(self, *, gradients: bool) -> list[DTensor]:
         """The DTensors whose values it reads or writes, with or without its gradients."""

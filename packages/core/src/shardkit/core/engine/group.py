@@ -5,6 +5,14 @@ unsharded parameters on the modules (UNSHARDED). `reshard` registers the sharded
 KEPT with this rank's part for a smaller group), or leaves it CACHED, to be taken back by the next `unshard` or freed
 when others need room: room.py, Note [Room]. All three do nothing when there is nothing to do. `_MOVES` has all
 transitions. Unsharded memory is freed by `free`, and by a parameter that gets another shard.
+
+Note [Writers of shards]
+Users, loads and optimizers write between iterations, gradient hooks when a reduction ends, jobs of beyond/ under the
+next forward. A DTensor counts writes: `versions` are the counts at the last gather, cleared where a kernel may have
+counted none, after an optimizer's step and after hooks. A gather that finds a write waits for the current stream and
+for reductions in flight, the first of an iteration for all that was queued before, `before_gather` for jobs. Writers
+wait, too: peers have read when the user gets control back (`wait_until_peers_have_read`), and an optimizer waits for a
+gather under way (`check_step`). Other memory under a shard is found by the sweep.
 """
 
 from __future__ import annotations
@@ -151,15 +159,15 @@ def _pin_together(params: Sequence[FSDPParam]) -> None:
     """Moves shards on the host that are not pinned to one buffer for each dtype, so that they cross in one copy."""
     unpinned: dict[torch.dtype, list[FSDPParam]] = {}
     for param in params:
-        shard = param.shard
+        shard = param.shard.tensor
         if type(shard) is torch.Tensor and shard.device.type == "cpu" and not shard.is_pinned():
             unpinned.setdefault(shard.dtype, []).append(param)
     with outside_inference():
         for dtype, together in unpinned.items():
-            sizes = [param.shard.numel() for param in together]
+            sizes = [param.shard.tensor.numel() for param in together]
             buffer = torch.empty(sum(sizes), dtype=dtype, device="cpu", pin_memory=True)
             for param, part in zip(together, buffer.split(sizes), strict=True):
-                param.move_shard(part_of(buffer, part.view(param.shard.shape).copy_(param.shard)))
+                param.move_shard(part_of(buffer, part.view(param.shard.tensor.shape).copy_(param.shard.tensor)))
 
 
 @answers_stock_names(GROUP_NAMES)
@@ -206,6 +214,7 @@ class FSDPParamGroup:
         self.plans: GatherPlans | None = None
         self.reduce_plans: dict[tuple[Any, ...], ReducePlan] = {}
         self.offloaded = any(param.offload is not None for param in params)
+        self.kept: list[torch.Tensor] = []  # this rank's parts of the flats, for backward's gather over a smaller group
         self.cast_shards: torch.Tensor | None = None  # offloaded, as a step left them, in the dtype of gathers
         self.before_gather: list[Callable[[], None]] = []  # called before each: a step on the shards is waited for
         self.when_delivered: list[Callable[[Sequence[FSDPParam]], None]] = []  # called when gradients are reduced
@@ -321,10 +330,7 @@ class FSDPParamGroup:
 
     @property
     def written(self) -> bool:
-        """Whether the shards were written to since their last gather, or since the lane last waited for writers.
-
-        An optimizer's step clears `versions`, because fused and foreach kernels bump no version counter of a DTensor.
-        """
+        """Whether the shards were written to since the lane last waited for writers: Note [Writers of shards]."""
         return self.versions != versions_of([param.sharded_param for param in self.params])
 
     @outside_transforms
@@ -340,9 +346,7 @@ class FSDPParamGroup:
     @_ungraphed
     def _wait_for_unshard(self) -> None:
         self._end_gather()
-        if self.settings.post_forward_mesh is not None:
-            for param in self.params:
-                param.kept.clear()  # not before: a gather in flight reads them
+        self.kept.clear()  # not before: a gather in flight reads them
         register_unsharded(self.params)
         self._move_to(Residence.UNSHARDED)
         if (room := self.schedule.room).by_bytes:
@@ -389,13 +393,11 @@ class FSDPParamGroup:
             self._end_gather()  # transfers write to the memory that is freed below
         register_sharded(self.params)
         unsharded = self.residence is Residence.UNSHARDED
-        if (smaller := self.settings.post_forward_mesh) is not None:
+        self.kept.clear()
+        if keep and unsharded and (smaller := self.settings.post_forward_mesh) is not None:
             with torch.no_grad():
-                for param in self.params:
-                    if keep and unsharded:
-                        param.keep_part(smaller.size, smaller.rank)
-                    else:
-                        param.kept.clear()
+                flats = (flat for param in self.params for flat in param.flats)
+                self.kept.extend(flat.chunk(smaller.size)[smaller.rank].clone() for flat in flats)
         cache = cache and unsharded and self.plans is not None and not self.plans.has_subclass
         if cache and self.schedule.room.cache(self, for_backward=for_backward):
             # Now, not when the memory is freed: that waits for these readers and for nothing that runs after them.
@@ -419,8 +421,7 @@ class FSDPParamGroup:
         if not self.settings.keep_unsharded_storage:
             for param in self.params:
                 param.free()
-        keeps = self.settings.post_forward_mesh is not None and any(param.kept for param in self.params)
-        self._move_to(Residence.KEPT if keeps else Residence.SHARDED)
+        self._move_to(Residence.KEPT if self.kept else Residence.SHARDED)
         self.schedule.room.uncache(self)
         self.schedule.room.charge(self, 0)
 
@@ -438,7 +439,7 @@ class FSDPParamGroup:
         if self.plans is None:
             for param in self.params:
                 param.check_ready()
-            has_subclass = any(param.subclass for param in self.params)
+            has_subclass = any(param.shard.subclass for param in self.params)
             self._plan(chosen[1], [] if has_subclass else [param.items([]) for param in self.params], has_subclass)
         assert self.plans is not None
         if from_kept and self.plans.kept is None:
@@ -462,19 +463,15 @@ class FSDPParamGroup:
         params = self.params
         transports, plans = self._prepare()
         before, self.versions = self.versions, versions_of([param.sharded_param for param in params])
-        if self.settings.post_forward_mesh is not None:  # forward gathers the shards, and needs no kept parts
-            for param in params:
-                param.kept.clear()
+        self.kept.clear()  # forward gathers the shards
+        inputs = [param.sources() for param in params]
         if plans.has_subclass:
-            inputs = [param.sources() for param in params]
             items = [param.items(sources) for param, sources in zip(params, inputs, strict=True)]
             if items != plans.items:
                 self._check_wire_sizes(transports, items)
                 self._plan(transports, items, has_subclass=True)
                 plans = cast(GatherPlans, self.plans)
-            sources = [source for each in inputs for source in each]
-        else:
-            sources = [source for param in params for source in param.sources()]
+        sources = [source for each in inputs for source in each]
         if not sources:  # every parameter is its own shard
             return None
         context = self.schedule.context
@@ -486,9 +483,8 @@ class FSDPParamGroup:
         # The lane owns the memory: it frees and allocates in its own order, and need not wait for the compute stream.
         with lane.owning_memory():
             with contextlib.nullcontext() if transport is None else transport.registered_memory():
-                for param, items_of in zip(params, plans.items, strict=True):
-                    param.allocate(items_of)
-            targets = [target for param in params for target in param.targets]
+                items_of = zip(params, plans.items, strict=True)
+                targets = [flat for param, items in items_of for flat in param.allocate(items)]
             if plans.sharded is not None:
                 program = plans.sharded.transport.gather(plans.sharded, read, targets)
             else:
@@ -510,7 +506,7 @@ class FSDPParamGroup:
         uneven = [
             (param, [(item.layout.numel, str(item.dtype)) for item in items_of])
             for param, items_of in zip(self.params, items, strict=True)
-            if param.subclass is not None and param.layout.padded_numel != param.layout.numel
+            if param.shard.subclass is not None and param.layout.padded_numel != param.layout.numel
         ]
         over = self.mesh.shard_group
         if not uneven or over is None or transports.gather is None:
@@ -518,8 +514,8 @@ class FSDPParamGroup:
         if agree(repr([sent for _, sent in uneven]).encode(), over, self.device):
             return
         param = uneven[0][0]
-        assert param.subclass is not None
-        shapes = [layout.padded_local_shape for layout in param.subclass.layouts]
+        assert param.shard.subclass is not None
+        shapes = [layout.padded_local_shape for layout in param.shard.subclass.layouts]
         raise ValueError(
             f"parameter '{param.fqn}' of shape {tuple(param.shape)} is sharded unevenly over {over.size()} ranks, and "
             f"its fsdp_pre_all_gather returned tensors of other sizes on other ranks, here {shapes}; pad them to "
@@ -534,11 +530,8 @@ class FSDPParamGroup:
         transport, lane = plans.kept.transport, self.schedule.context.gathers
         with lane.owning_memory():
             with transport.registered_memory():
-                for param in self.params:
-                    param.allocate([])
-            sources = [part for param in self.params for part in param.kept]
-            targets = [flat for param in self.params for flat in param.flats]
-            program = transport.gather(plans.kept, sources, targets)
+                targets = [flat for param in self.params for flat in param.allocate([])]
+            program = transport.gather(plans.kept, [*self.kept], targets)
         # The lane has waited for the parts: they were copied before the memory was freed.
         return lane.start(program, self.label, after_current=False)
 

@@ -15,7 +15,7 @@ from shardkit.core.engine.settings import GroupSettings
 from shardkit.core.parameters.param import FSDPParam
 from shardkit.core.runtime.collective import all_reduce
 from shardkit.core.runtime.lanes import NEXT_STAGE, Program, Reduction, hold
-from shardkit.core.runtime.plan import Mean, ReduceItem, Transport, note_allocated, note_freed, plan_reduce
+from shardkit.core.runtime.plan import Mean, ReduceItem, Transport, plan_reduce, note_allocated, note_freed
 from shardkit.core.torch_compat import GRAD_DTYPE_DECIDES, has_gradient_hooks
 
 # At most this many plans, one for each set of parameters with gradients. Few sets occur unless use is random.
@@ -76,7 +76,7 @@ def take_gradients(
                 "ignored_params and reduce its gradient yourself"
             )
         found.append(param)
-        gradients.append(gradient.to(param.gradient_dtype.sums or gradient.dtype) if alike else gradient)
+        gradients.append(gradient.to(param.dtypes.sums or gradient.dtype) if alike else gradient)
     return found, gradients
 
 
@@ -94,7 +94,7 @@ def buckets(
     common = _common_dtype(params, gradients) if GRAD_DTYPE_DECIDES else None
     found: dict[tuple[torch.dtype, torch.dtype], Bucket] = {}
     for param, gradient in zip(params, gradients, strict=True):
-        kind = gradient.dtype, common or param.gradient_dtype.sums or gradient.dtype
+        kind = gradient.dtype, common or param.dtypes.sums or gradient.dtype
         if (bucket := found.get(kind)) is None:
             factor, force_sum = settings.gradient_divide_factor, settings.force_sum_reduction
             bucket = found[kind] = Bucket([], [], *kind, *division_for(group.mesh.size, kind[1], factor, force_sum))
@@ -110,7 +110,7 @@ def buckets(
 
 def _common_dtype(params: Sequence[FSDPParam], gradients: list[torch.Tensor]) -> torch.dtype:
     """The dtype that holds the sums of all `gradients` of a group, and partial sums that wait for an all-reduce."""
-    dtypes = {param.gradient_dtype.sums or gradient.dtype for param, gradient in zip(params, gradients, strict=True)}
+    dtypes = {param.dtypes.sums or gradient.dtype for param, gradient in zip(params, gradients, strict=True)}
     dtypes.update(param.partial.dtype for param in params if param.partial is not None)
     return functools.reduce(torch.promote_types, dtypes)
 
@@ -176,7 +176,7 @@ def _reduce(
             _run_hook(hook, output, settings.all_reduce_hook_stream)
         if bucket.after_all not in (None, 1):
             output.div_(bucket.after_all)
-        dtypes = {param.gradient_dtype.delivered or output.dtype for param in params}
+        dtypes = {param.dtypes.delivered or output.dtype for param in params}
         if len(dtypes) == 1 and (group.offloaded or output.dtype not in dtypes):
             flat = output.to(dtypes.pop())
             views = views_of(_to_host(params, flat) if group.offloaded else flat)

@@ -226,7 +226,7 @@ def _check_agreement(
             (
                 param.fqn if same_names else "",
                 tuple(param.shape),
-                str(param.orig_dtype),
+                str(param.shard.tensor.dtype),
                 f"on {param.placement}" if is_ours(param.placement) else f"sharded on dim {param.layout.dim}",
                 param.sharded_param.requires_grad,
                 place if same_names else "",
@@ -275,7 +275,7 @@ def _values_of_copies(
     params = [param for group in groups for param in group.params]
     for param in [one for one in params if one.mesh.replicate_axes or one.form.sums_elsewhere]:
         copies, local = groups_of_copies(param.sharded_param), local_of(param.sharded_param)
-        if copies and dist.get_backend(copies[0]) != "fake" and param.subclass is None and not local.is_meta:
+        if copies and dist.get_backend(copies[0]) != "fake" and param.shard.subclass is None and not local.is_meta:
             copied[param] = copies
             parts.append(local)
     if not copied:

@@ -2,9 +2,8 @@
 
 Note [Forms]
 Data parallelism cuts, gathers and reduces plain tensors. A `ParameterForm` (param.py) connects such a tensor to its
-parameter. If another parallelism has made the parameter a DTensor, the tensor is this rank's local one. The form then
-knows the sharded DTensor's mesh, makes the unsharded DTensor that the module computes with, and a plain tensor of its
-gradient. A distribution provides such forms by an `Adapter` under the entry point group `shardkit.dtensor_adapters`.
+parameter. If another parallelism has made the parameter a DTensor, the tensor is this rank's local one, and a
+distribution provides the form by an `Adapter` under the entry point group `shardkit.dtensor_adapters`.
 
 Note [Annotations]
 `spmd_types` says of a plain parameter, by mesh axis, how the ranks' tensors are related; torchtitan annotates its

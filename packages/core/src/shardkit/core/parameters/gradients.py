@@ -23,6 +23,7 @@ from typing import Any, NoReturn, cast
 import torch
 from torch.distributed.tensor import DTensor
 
+from shardkit.core.policies import MixedPrecisionPolicy
 from shardkit.core.torch_compat import (
     GRAD_DTYPE_DECIDES,
     grad_dtype_of,
@@ -33,33 +34,39 @@ from shardkit.core.torch_compat import (
 )
 
 MARK = "_shardkit_origin"
-"""An attribute of a delivered gradient and of its storage: the gradient's id. A weak reference would prevent
-`module.to()` from swapping its contents; one from elsewhere would keep the storage, a few bytes between freed blocks of
-memory, and the C library could not merge those."""
+"""An attribute of the storage of a sharded parameter, and of a delivered gradient and its storage: the tensor's id. A
+weak reference would prevent `module.to()` from swapping its contents; one from elsewhere would keep the storage, a few
+bytes between freed blocks of memory, and the C library could not merge those."""
 
 
 @dataclass(frozen=True)
-class GradientDtype:
-    """The dtypes of one parameter's gradients: of sums (None: as it is) and of the sharded one (None: as sums).
+class Dtypes:
+    """All dtypes of one parameter but its shard's: they follow from that, the policy and the user's `grad_dtype`.
 
-    `chosen` has the `grad_dtype` that the user has set, which may be None; it is empty if the user has not.
+    Attributes:
+        compute: of gathers and of the unsharded parameter.
+        sums: of sums of gradients; None: as they are.
+        delivered: of the sharded gradient; None: as sums.
+        chosen: has the `grad_dtype` that the user has set, which may be None; it is empty if the user has not.
     """
 
+    policy: MixedPrecisionPolicy
+    compute: torch.dtype = torch.float32
     sums: torch.dtype | None = None
     delivered: torch.dtype | None = None
     chosen: tuple[torch.dtype | None, ...] = ()
 
-    def decided(
-        self, parameter: torch.Tensor, reduce_dtype: torch.dtype | None, original: torch.dtype
-    ) -> GradientDtype:
-        """The dtypes for `parameter`, of dtype `original`, with its `grad_dtype`.
+    def decided(self, parameter: torch.Tensor, shard: torch.dtype) -> Dtypes:
+        """The dtypes for `parameter`, with its `grad_dtype`, and a shard of this dtype.
 
         If it has none, the user's choice before stays: casts, moves and assigning loads replace parameters without it.
         """
         is_set, dtype = grad_dtype_of(parameter)
         chosen = (dtype,) if is_set else self.chosen
-        delivered = chosen[0] if chosen else original
-        return GradientDtype(reduce_dtype or (delivered if chosen or GRAD_DTYPE_DECIDES else None), delivered, chosen)
+        compute = self.policy.param_dtype if shard.is_floating_point else None
+        delivered = chosen[0] if chosen else shard
+        sums = self.policy.reduce_dtype or (delivered if chosen or GRAD_DTYPE_DECIDES else None)
+        return Dtypes(self.policy, compute or shard, sums, delivered, chosen)
 
     def put_on(self, sharded: torch.Tensor) -> None:
         """Sets the user's choice on the sharded parameter: torch drops it in casts and moves."""
@@ -122,9 +129,9 @@ def check_gradients(params: Iterable[Any]) -> None:
     """
     for param in params:
         gradient = param.sharded_param.grad
-        if gradient is None or (mark := gradient.__dict__.get(MARK)) is None or mark != id(gradient):
+        if gradient is None or gradient.__dict__.get(MARK) != id(gradient):
             continue
-        if gradient.untyped_storage().__dict__.get(MARK) != mark:
+        if gradient.untyped_storage().__dict__.get(MARK) != id(gradient):
             raise RuntimeError(
                 f"the data of the gradient of parameter '{param.fqn}' was replaced (`parameter.grad.data = ...`). The "
                 "values of this DTensor lie in its local tensor, so the new ones would be lost. Write in place, or "

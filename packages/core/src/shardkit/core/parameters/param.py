@@ -5,12 +5,11 @@ Tensors of a parameter, in the order of its life:
     original        the user's nn.Parameter; read once, then only remembered (weakly)
     plain           the original itself, or the local tensor of one that is a DTensor already: what is cut and gathered
     sharded_param   nn.Parameter(DTensor) over this rank's chunk: what the optimizer and state dicts see
+    shard           a LocalShard: that chunk in its memory, and how it is gathered
     flats           1-D tensors over the unsharded storage, world_size slots long: what the network writes
-    targets         the flats as a gather sees them: without padding beyond dim 0
     unsharded_param nn.Parameter over the same storage, in the original's form: what forward and backward see
     accumulated     unsharded gradient of backwards without gradient sync, in reduce_dtype
     partial         HSDP: sum over the shard group of backwards without all-reduce
-    kept            this rank's part of the unsharded storage between forward and backward (reshard to a smaller group)
 
 Note [Storage that comes and goes]
 unsharded_param is created once and lives as long as the parameter. Resharding resizes its storage to 0, unsharding
@@ -21,9 +20,8 @@ Note [Attributes of parameters]
 A user may set attributes on a parameter, such as `no_weight_decay`, for an optimizer or a trainer to read. The sharded
 parameter gets those of the original, and the unsharded one gets those of the sharded one. A wrapper subclass keeps its
 inner tensors among the attributes; these are not copied, because computation would use them instead of the gathered
-ones. Gradients and hooks are not copied either: torch does not keep them among the attributes. A class that adds only
-Python to a tensor (methods, `__torch_function__`), such as a subclass of nn.Parameter, is also the class of the
-unsharded parameter, because forward may depend on it.
+ones. A class that adds only Python to a tensor (methods, `__torch_function__`), such as a subclass of nn.Parameter, is
+also the class of the unsharded parameter, because forward may depend on it.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -44,13 +42,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardkit.core import events
 from shardkit.core.mesh import DataParallelMesh
-from shardkit.core.parameters.gradients import MARK, GradientDtype, hooked, refuse_gradient
+from shardkit.core.parameters.gradients import MARK, Dtypes, hooked, refuse_gradient
 from shardkit.core.parameters.placed import ReplicatedGradient
 from shardkit.core.parameters.placements import layout_for, shard_of
 from shardkit.core.parameters.subclass_gather import HOOK, SubclassGather
 from shardkit.core.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardkit.core.runtime.plan import GatherItem
-from shardkit.core.runtime.sharding import ChunkLayout, dense_strides
+from shardkit.core.runtime.sharding import dense_strides
 from shardkit.core.runtime.shared.segment import locate
 from shardkit.core.stock_names import PARAM_NAMES, answers_stock_names
 from shardkit.core.torch_compat import (
@@ -78,8 +76,9 @@ _sharded: weakref.WeakValueDictionary[int, FSDPParam] = weakref.WeakValueDiction
 def param_over(storage: torch.UntypedStorage) -> FSDPParam | None:
     """The parameter whose unsharded form lies in `storage`, if resharding frees it."""
     param: FSDPParam | None = storage.__dict__.get(_OWNER, lambda: None)()
-    unsharded = None if param is None or param.aliased or param.subclass is not None else param.unsharded_param
-    return param if unsharded is not None and unsharded.untyped_storage() is storage else None
+    if param is None or param.unsharded_param is None or param.shard.aliased or param.shard.subclass is not None:
+        return None
+    return param if param.unsharded_param.untyped_storage() is storage else None
 
 
 def sharded_counterpart(parameter: torch.Tensor) -> FSDPParam | None:
@@ -179,6 +178,23 @@ class Slot:
             setattr(module, self.name, parameter)
 
 
+@dataclass(frozen=True, eq=False)
+class LocalShard:
+    """This rank's part of a parameter in its memory; another one for other memory or dtypes.
+
+    Attributes:
+        local_tensor: that of the sharded parameter.
+        tensor: the plain tensor over the same memory that is gathered.
+        subclass: how a tensor subclass gathers itself; None for any other.
+        aliased: nothing is gathered, as at world size 1: this memory is the unsharded parameter's.
+    """
+
+    local_tensor: torch.Tensor
+    tensor: torch.Tensor
+    subclass: SubclassGather | None
+    aliased: bool
+
+
 @answers_stock_names(PARAM_NAMES)
 class FSDPParam:
     """One parameter of a group, sharded on one dim over the shard axis of a data-parallel mesh.
@@ -206,7 +222,6 @@ class FSDPParam:
         self.group: weakref.ReferenceType[object] | None = None
         self.mesh = mesh
         self.device = device
-        self.mp_policy = mp_policy.for_parameter(original, fqn)
         self.offload = offload_policy if isinstance(offload_policy, CPUOffloadPolicy) else None
         self.pinned = self.offload is not None and self.offload.pin_memory and device.type != "cpu"
         self.form = form
@@ -221,8 +236,8 @@ class FSDPParam:
         shard = shard_of(plain, self.layout, mesh.shard_rank, home)
         self.sharded_param = nn.Parameter(form.sharded(shard), requires_grad=original.requires_grad)
         self.sharded_param.__dict__.update(user_attributes(original))
-        self.gradient_dtype = GradientDtype().decided(original, self.mp_policy.reduce_dtype, shard.dtype)
-        self.gradient_dtype.put_on(self.sharded_param)
+        self.dtypes = Dtypes(mp_policy.for_parameter(original, fqn)).decided(original, shard.dtype)
+        self.dtypes.put_on(self.sharded_param)
         self.may_defer = False  # whether sums are wider than the computation, so that their cast can be deferred
         # Of the unsharded parameter, unless a hook chooses: Note [Attributes of parameters].
         keeps_class = type(original) is not torch.Tensor and not wraps_tensors(original)
@@ -230,14 +245,13 @@ class FSDPParam:
         _became[original] = weakref.ref(self)
         _sharded[id(self.sharded_param)] = self
         self.flats: list[torch.Tensor] = []
-        self.targets: list[torch.Tensor] = []
         self.unsharded_param: nn.Parameter | None = None
         self.unsharded_storage: torch.UntypedStorage | None = None  # that it was made over; None for a DTensor
         self.accumulated: torch.Tensor | None = None
         self.partial: torch.Tensor | None = None
-        self.kept: list[torch.Tensor] = []
         self.required_grad = original.requires_grad  # of both, when one was last registered in place of the other
-        self.origin = self.sharded_param.untyped_storage()
+        self.shard: LocalShard
+        self.sharded_param.untyped_storage().__dict__[MARK] = id(self.sharded_param)
         self.adopt_shard(local_of(self.sharded_param))
         self.register(self.sharded_param)
 
@@ -252,11 +266,11 @@ class FSDPParam:
         take_meaning(cast(DTensor, parameter), cast(DTensor, self.sharded_param))
         _became[self.sharded_param] = weakref.ref(self)  # an optimizer may hold it still
         _became.pop(parameter, None)  # where one that was replaced comes back
-        if not (loading and self.gradient_dtype.chosen):
-            self._decide_gradient_dtype(parameter)
-        self.gradient_dtype.put_on(parameter)
+        if not (loading and self.dtypes.chosen):
+            self._decide_dtypes(parameter)
+        self.dtypes.put_on(parameter)
         self.sharded_param = parameter
-        self.origin = parameter.untyped_storage()
+        parameter.untyped_storage().__dict__[MARK] = id(parameter)
         if self.unsharded_param is not None:
             self.unsharded_param.__dict__.update(user_attributes(parameter))
         _sharded[id(parameter)] = self
@@ -274,11 +288,8 @@ class FSDPParam:
                 f"{tuple(self.local_shape)}, the chunk of {tuple(self.shape)} that rank {self.mesh.shard_rank} of "
                 f"{self.mesh.shard_size} holds; assign a tensor of this shape"
             )
-        if self.partial is not None and local.dtype != self.orig_dtype:  # dtypes are divided at different times
-            raise RuntimeError(
-                f"parameter '{self.fqn}' was cast from {self.orig_dtype} to {local.dtype} while a gradient of it waits "
-                "for HSDP's all-reduce; call synchronize_gradients() or zero_grad() of the sharded module before a cast"
-            )
+        if self.partial is not None and local.dtype != (dtype := self.shard.tensor.dtype):
+            self.refuse_pending(f"'{self.fqn}' was cast from {dtype} to {local.dtype}")  # divided at other times
         if is_plain(local):  # as fully_shard makes them: kernels of fused optimizers take no other strides than theirs
             local = local.contiguous()  # `place_shards` pins it
         elif self.pinned and local.device.type == "cpu" and not local.is_pinned():
@@ -286,35 +297,30 @@ class FSDPParam:
         local = self.form.local(local)
         if local is not local_of(self.sharded_param):
             replace_local(self.sharded_param, local)
-        self.local_tensor = local
-        self.shard = local = self.form.shard(local)
-        self.orig_dtype: torch.dtype = local.dtype
-        self.dtype = self.mp_policy.param_dtype or local.dtype
-        if not local.dtype.is_floating_point:
-            self.dtype = local.dtype
-        self.subclass: SubclassGather | None = None
-        if HOOK in local.__dict__ or (not is_plain(local) and hasattr(local, HOOK)):
-            self.subclass = SubclassGather(self.fqn, self.mesh.shard_mesh, self.shape, self.layout, self.mp_policy)
-        self._decide_gradient_dtype(self.sharded_param)
-        # At world size 1 nothing is gathered: the unsharded parameter is the shard itself.
-        self.aliased = (
+        tensor = self.form.shard(local)
+        dtypes = self.dtypes = self.dtypes.decided(self.sharded_param, tensor.dtype)
+        subclass: SubclassGather | None = None
+        if HOOK in tensor.__dict__ or (not is_plain(tensor) and hasattr(tensor, HOOK)):
+            subclass = SubclassGather(self.fqn, self.mesh.shard_mesh, self.shape, self.layout, dtypes.policy)
+        aliased = (
             self.mesh.shard_size == 1
-            and self.subclass is None
-            and self.dtype == local.dtype
-            and local.device == self.device
-            and local.is_contiguous()
+            and subclass is None
+            and dtypes.compute == tensor.dtype
+            and tensor.device == self.device
+            and tensor.is_contiguous()
         )
+        self.shard = LocalShard(local, tensor, subclass, aliased)
         if self.flats or self.unsharded_param is not None:
             self.free()
-            unsharded, kept = self.unsharded_param, before == self._unsharded_kind and self.subclass is None
-            if unsharded is None or not kept or (self.aliased and isinstance(unsharded, DTensor)):
+            unsharded, kept = self.unsharded_param, before == self._unsharded_kind and subclass is None
+            if unsharded is None or not kept or (aliased and isinstance(unsharded, DTensor)):
                 self._drop_unsharded()
-            elif self.aliased:
-                unsharded.data = local.view(self.shape)
+            elif aliased:
+                unsharded.data = tensor.view(self.shape)
                 self.unsharded_storage = unsharded.untyped_storage()
         self.watch_direct_gradients()
-        if self.accumulated is not None and self.accumulated.dtype != (dtype := self.gradient_dtype.sums or self.dtype):
-            self.accumulated = self.accumulated.to(dtype)  # the dtype of later gradients
+        if self.accumulated is not None:
+            self.accumulated = self.accumulated.to(self.dtypes.sums or self.dtypes.compute)  # as later gradients
 
     def watch_direct_gradients(self) -> None:
         """Makes a backward warn that reaches the sharded parameter itself: no other rank's gradient is added."""
@@ -324,7 +330,6 @@ class FSDPParam:
     def _drop_unsharded(self) -> None:
         """Makes the next gather create a new one. A waiting gradient is kept; a later one is refused."""
         self.flats = []
-        self.targets = []
         self.unsharded_storage = None
         unsharded, self.unsharded_param = self.unsharded_param, None
         if unsharded is None:
@@ -337,30 +342,30 @@ class FSDPParam:
     @property
     def _unsharded_kind(self) -> tuple[object, ...]:
         """The properties that determine how the unsharded parameter is made, and its gradients."""
-        return self.dtype, self.gradient_dtype.sums, self.aliased, self.subclass is None
+        return self.dtypes.compute, self.dtypes.sums, self.shard.aliased, self.shard.subclass is None
 
     @property
     def shard_to_share(self) -> torch.Tensor | None:
         """The shard, if it could be moved to memory that peers on this host can read, and is not there yet."""
-        local = self.shard
+        local = self.shard.tensor
         if type(local) is not torch.Tensor or local.device.type != "cpu" or not local.numel() or locate(local):
             return None
-        return None if self.aliased or self.subclass else local
+        return None if self.shard.aliased or self.shard.subclass else local
 
     def move_shard(self, local: torch.Tensor) -> None:
         """Moves the shard to other memory with the same contents. Tensors over the old memory are detached from it."""
-        self.local_tensor, self.shard = self.form.local(local), local
-        replace_local(self.sharded_param, self.local_tensor)
+        self.shard = replace(self.shard, local_tensor=self.form.local(local), tensor=local)
+        replace_local(self.sharded_param, self.shard.local_tensor)
 
     def set_mixed_precision(self, policy: MixedPrecisionPolicy) -> None:
         """Sets other dtypes for computation and reduction; gradients that wait for a reduction are kept."""
-        self.mp_policy = policy.for_parameter(self.sharded_param, self.fqn)
-        self.adopt_shard(self.local_tensor)
+        self.dtypes = replace(self.dtypes, policy=policy.for_parameter(self.sharded_param, self.fqn))
+        self.adopt_shard(self.shard.local_tensor)
 
     def check_ready(self) -> None:
         """Before the first gather: raises RuntimeError if the shard is on the wrong device."""
-        self._decide_gradient_dtype(self.sharded_param)
-        seen, offloaded = self.shard.device, self.offload is not None
+        self._decide_dtypes(self.sharded_param)
+        seen, offloaded = self.shard.tensor.device, self.offload is not None
         expected = "cpu" if offloaded else self.device.type
         if seen.type == "meta":
             raise RuntimeError(
@@ -378,86 +383,86 @@ class FSDPParam:
 
     def sources(self) -> list[torch.Tensor]:
         """This rank's tensors to gather: the shard, or the tensors that a subclass makes from it."""
-        if self.aliased:
+        shard, tensor = self.shard, self.shard.tensor
+        if shard.aliased:
             return []
-        if self.subclass is None:
-            return [self.shard if self.shape else self.shard.view(1)]
+        if shard.subclass is None:
+            return [tensor if self.shape else tensor.view(1)]
         module = self.slots[0].module()
         assert module is not None
-        local = self.shard if self.shard.device == self.device else self.shard.to(self.device, non_blocking=True)
-        return self.subclass.inputs(local, module)
+        tensor = tensor if tensor.device == self.device else tensor.to(self.device, non_blocking=True)
+        return shard.subclass.inputs(tensor, module)
 
     def items(self, sources: list[torch.Tensor]) -> list[GatherItem]:
         """The items of this parameter in a gather over the whole shard group; none if it is aliased."""
-        if self.aliased:
+        if self.shard.aliased:
             return []
-        if self.subclass is None:
-            return [GatherItem(self.fqn, self.layout, self.dtype)]
-        layouts = zip(self.subclass.layouts, sources, strict=True)
+        if self.shard.subclass is None:
+            return [GatherItem(self.fqn, self.layout, self.dtypes.compute)]
+        layouts = zip(self.shard.subclass.layouts, sources, strict=True)
         return [GatherItem(self.fqn, layout, one.dtype, compressible=False) for layout, one in layouts]
 
-    def allocate(self, items: list[GatherItem]) -> None:
-        """Gives the unsharded storage memory (see Note [Storage that comes and goes])."""
+    def allocate(self, items: list[GatherItem]) -> list[torch.Tensor]:
+        """Gives the unsharded storage memory (see Note [Storage that comes and goes]); returns what to gather into."""
+        subclass = self.shard.subclass
         if not self.flats and items:
             self.flats = [_flat_without_memory(item.layout.flat_numel, item.dtype, self.device) for item in items]
-        if self.subclass is not None:
+        if subclass is not None:
             # A hook may send more or less than before. Its tensors over a flat stay over the same memory.
             for index, item in enumerate(items):
-                if self.flats[index].numel() < item.layout.numel:
-                    self.flats[index] = _longer_flat(self.flats[index], item.layout.numel)
+                if self.flats[index].numel() < item.layout.flat_numel:
+                    self.flats[index] = _longer_flat(self.flats[index], item.layout.flat_numel)
         memory = [(flat, flat.nbytes) for flat in self.flats]
-        if self.subclass is not None and self.unsharded_param is not None:
-            memory += zip(self.subclass.inner, self.subclass.inner_bytes, strict=True)  # those over flats have it then
+        if subclass is not None and self.unsharded_param is not None:
+            memory += zip(subclass.inner, subclass.inner_bytes, strict=True)  # those over flats have it then
         for tensor, nbytes in memory:
             storage = tensor.untyped_storage()
             if nbytes and not storage.nbytes():
                 storage.resize_(nbytes)
                 if events.hub.active:
                     events.emit(events.StorageAllocated(self.fqn, nbytes, "unsharded"))
-        if self.subclass is not None and items:
-            self.targets = [flat[: item.layout.numel] for flat, item in zip(self.flats, items, strict=True)]
-        elif self.flats and not self.targets:
-            # A flat is padded; if another dim than 0 is cut, the unsharded tensor is the beginning of it.
-            whole = self.layout.dim == 0
-            self.targets = self.flats if whole else [flat[: self.layout.numel] for flat in self.flats]
+        if subclass is None or not items:
+            return self.flats
+        return [flat[: item.layout.flat_numel] for flat, item in zip(self.flats, items, strict=True)]
 
     @property
     def unsharded_bytes(self) -> int:
         """Bytes of the unsharded storage when it has memory; an estimate until a tensor subclass was gathered once."""
-        if self.aliased:
+        if self.shard.aliased:
             return 0
-        if self.flats:
-            inner = 0 if self.subclass is None else self.subclass.own_bytes
-            return sum(flat.numel() * flat.itemsize for flat in self.flats) + inner
-        return self.layout.flat_numel * self.dtype.itemsize
+        if self.flats and (subclass := self.shard.subclass) is not None:
+            return sum(flat.nbytes for flat in self.flats) + subclass.own_bytes
+        return self.layout.flat_numel * self.dtypes.compute.itemsize
 
     def make_unsharded(self) -> nn.Parameter:
         """The parameter over the gathered memory; a subclass's parameter may be kept, with inner tensors refilled."""
         tensor: torch.Tensor | None = None
-        if self.subclass is not None:
+        shard, subclass = self.shard.tensor, self.shard.subclass
+        if subclass is not None:
             # Views with version counters of their own, because the next gather writes to the flats; and the parameter
             # itself, as the hook may put new metadata, such as a scale, on the object.
-            gathered = [_dense_view(flat, target.shape) for flat, target in zip(self.flats, self.targets, strict=True)]
-            tensor = self.subclass.unsharded(self.shard, gathered, self.dtype, self.unsharded_param)
+            numels = [layout.flat_numel for layout in subclass.layouts]
+            gathered = [_dense_view(flat, torch.Size([n])) for flat, n in zip(self.flats, numels, strict=True)]
+            tensor = subclass.unsharded(shard, gathered, self.dtypes.compute, self.unsharded_param)
             if tensor is None:
                 assert self.unsharded_param is not None
                 return self.unsharded_param
             if tensor.shape != self.shape:  # stacked on dim 0, or padded
-                dim, shard = self.layout.dim, self.layout.padded_local_shape
-                padded = (*shard[:dim], self.layout.world_size * shard[dim], *shard[dim + 1 :])
+                dim, chunk = self.layout.dim, self.layout.padded_local_shape
+                padded = (*chunk[:dim], self.layout.world_size * chunk[dim], *chunk[dim + 1 :])
                 tensor = tensor.as_strided(self.shape, dense_strides(padded))
         with outside_inference():
             if tensor is None:
-                tensor = self.shard if self.aliased else _dense_view(self.flats[0], self.shape)
+                tensor = shard if self.shard.aliased else _dense_view(self.flats[0], self.shape)
                 tensor = tensor if tensor.shape == self.shape else tensor.view(self.shape)
-            cls = self._unsharded_class if self.subclass is None else nn.Parameter
+            cls = self._unsharded_class if subclass is None else nn.Parameter
             tensor, requires_grad = self.form.unsharded(tensor), self.sharded_param.requires_grad
             if issubclass(cls, nn.Parameter):  # without its constructor, which may take other arguments
                 unsharded = nn.Parameter.__new__(cls, tensor, requires_grad)
             else:
                 unsharded = nn.Parameter(tensor.as_subclass(cls), requires_grad)
         unsharded.__dict__.update(user_attributes(self.sharded_param))
-        self.may_defer = self.gradient_dtype.prepare(unsharded, sums_elsewhere=self.form.sums_elsewhere)
+        self.may_defer = self.dtypes.prepare(unsharded, sums_elsewhere=self.form.sums_elsewhere)
         _became[unsharded] = weakref.ref(self)
         self.unsharded_param = unsharded
         storage = unsharded.untyped_storage()
@@ -472,12 +477,13 @@ class FSDPParam:
     @property
     def memory(self) -> set[int]:
         """Addresses of the unsharded parameter."""
-        tensors = [self.shard] if self.aliased else self.flats
+        tensors = [self.shard.tensor] if self.shard.aliased else self.flats
         return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
     def free(self) -> None:
         """Frees the unsharded storage; tensors over it remain."""
-        for tensor in self.flats if self.subclass is None else (*self.flats, *self.subclass.inner):
+        subclass = self.shard.subclass
+        for tensor in self.flats if subclass is None else (*self.flats, *subclass.inner):
             storage = tensor.untyped_storage()
             if (nbytes := storage.nbytes()) == 0:
                 continue
@@ -491,31 +497,22 @@ class FSDPParam:
             if events.hub.active:
                 events.emit(events.StorageFreed(self.fqn, nbytes, "unsharded"))
 
-    # -- a smaller group between forward and backward ------------------------------------------------------------------
-
-    def keep_part(self, world_size: int, rank: int) -> None:
-        """Copies this rank's part of the unsharded storage, cut evenly over `world_size` neighbours."""
-        self.kept = []
-        for flat in self.flats:
-            layout = ChunkLayout((flat.numel(),), 0, world_size)
-            self.kept.append(flat.narrow(0, layout.offset(rank), layout.length(rank)).clone())
-
     # -- gradients -----------------------------------------------------------------------------------------------------
 
-    def _decide_gradient_dtype(self, parameter: torch.Tensor) -> None:
-        self.gradient_dtype = self.gradient_dtype.decided(parameter, self.mp_policy.reduce_dtype, self.orig_dtype)
+    def _decide_dtypes(self, parameter: torch.Tensor) -> None:
+        self.dtypes = self.dtypes.decided(parameter, self.shard.tensor.dtype)
 
     def set_gradient_aside(self) -> torch.Tensor | None:
         """Before a cast or move of the module: takes away a gradient whose dtype must not follow the parameter's."""
-        self._decide_gradient_dtype(self.sharded_param)
-        gradient = self.sharded_param.grad if self.gradient_dtype.chosen else None
+        self._decide_dtypes(self.sharded_param)
+        gradient = self.sharded_param.grad if self.dtypes.chosen else None
         if gradient is not None:
             self.sharded_param.grad = None
         return gradient
 
     def put_gradient_back(self, gradient: torch.Tensor | None) -> None:
         """After a cast or move: restores `grad_dtype`, and that gradient, moved along."""
-        self.gradient_dtype.put_on(self.sharded_param)
+        self.dtypes.put_on(self.sharded_param)
         if gradient is not None:
             self.sharded_param.grad = gradient.to(self.sharded_param.device)
 
@@ -530,7 +527,7 @@ class FSDPParam:
 
     def end_deferring(self) -> None:
         """After its gradients have been taken: ends `defer_cast`."""
-        unsharded, sums = self.unsharded_param, self.gradient_dtype.sums
+        unsharded, sums = self.unsharded_param, self.dtypes.sums
         if unsharded is not None and (unsharded.grad is None or unsharded.grad.dtype == sums):
             unsharded.grad_dtype = sums
 
@@ -541,7 +538,7 @@ class FSDPParam:
         if self.accumulated is not None:
             self.accumulated += parameter.grad
             parameter.grad = None
-        elif (dtype := self.gradient_dtype.sums) is not None and dtype != parameter.grad.dtype:
+        elif (dtype := self.dtypes.sums) is not None and dtype != parameter.grad.dtype:
             self.accumulated = parameter.grad.to(dtype)
             parameter.grad = None
 
@@ -579,8 +576,8 @@ class FSDPParam:
             if fresh is not None:
                 gradient += fresh
         elif zeros_if_unused or waits:  # ranks send zeros or gradients, of the dtype that autograd leaves
-            asked = self.gradient_dtype.sums if parameter is None or alike else parameter.grad_dtype
-            dtype = self.dtype if asked is None or (self.may_defer and not alike) else asked
+            asked = self.dtypes.sums if parameter is None or alike else parameter.grad_dtype
+            dtype = self.dtypes.compute if asked is None or (self.may_defer and not alike) else asked
             if gradient is not None:
                 gradient = gradient.to(dtype)
             elif waits or (parameter is not None and parameter.requires_grad):
@@ -600,7 +597,7 @@ class FSDPParam:
         """
         sharded: Any = self.sharded_param
         existing, with_hooks = sharded.grad, has_gradient_hooks(sharded)
-        if (dtype := self.gradient_dtype.delivered) is not None and gradient.dtype != dtype:
+        if (dtype := self.dtypes.delivered) is not None and gradient.dtype != dtype:
             gradient = gradient.to(dtype)
         gradient = gradient if gradient.shape == self.local_shape else gradient.view(self.local_shape)
         if self.offload is not None and gradient.device.type != "cpu":

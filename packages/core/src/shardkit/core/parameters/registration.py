@@ -10,7 +10,7 @@ of this, but for writes that a DTensor counts, to a shard whose group is gathere
 Note [Writes that would be lost]
 `tensor.data = other` puts other storage under a tensor. A DTensor keeps its values in its local tensor, which does not
 change, and an unsharded parameter is gathered into its original storage, so the write is lost. The storage of a DTensor
-has no memory, but an identity, which is remembered (`origin`), or marked, for gradients.
+has no memory, but attributes: that of a sharded parameter or gradient is marked.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shardkit.core.parameters.gradients import MARK
 from shardkit.core.parameters.param import FSDPParam
 from shardkit.core.parameters.subclass_gather import HOOK
 from shardkit.core.torch_compat import held_local, local_of, versions_of
@@ -33,7 +34,7 @@ def register_unsharded(params: Iterable[FSDPParam]) -> None:
     """After a gather: puts unsharded parameters in place of the sharded ones, and makes missing ones."""
     for param in params:
         sharded, unsharded = param.sharded_param, param.unsharded_param
-        if unsharded is None or param.subclass is not None:
+        if unsharded is None or param.shard.subclass is not None:
             unsharded = param.make_unsharded()
         param.required_grad = sharded.requires_grad
         if unsharded.requires_grad is not param.required_grad:
@@ -101,9 +102,9 @@ def changed(params: Iterable[FSDPParam]) -> list[FSDPParam]:
         else:
             local = held_local(sharded)  # which a step may be writing to
             if (
-                local is not param.local_tensor
-                or sharded.untyped_storage() is not param.origin
-                or (param.subclass is None and HOOK in local.__dict__)
+                local is not param.shard.local_tensor
+                or sharded.untyped_storage().__dict__.get(MARK) != id(sharded)
+                or (param.shard.subclass is None and HOOK in local.__dict__)
                 or (unsharded is not None and _was_written_to(param, unsharded))
             ):
                 found.append(param)
@@ -115,9 +116,9 @@ def _was_written_to(param: FSDPParam, unsharded: nn.Parameter) -> bool:
 
     A DTensor (tensor parallelism) ignores `.data =`, as in stock.
     """
-    if param.subclass is not None:  # its hooks are allowed to
+    if param.shard.subclass is not None:  # its hooks are allowed to
         return False
-    if not param.aliased and versions_of([unsharded])[0]:
+    if not param.shard.aliased and versions_of([unsharded])[0]:
         return True
     made_over = param.unsharded_storage
     return made_over is not None and unsharded.untyped_storage() is not made_over
@@ -130,11 +131,11 @@ def take_over(param: FSDPParam, *, loading: bool) -> bool:
         _check_replacement(param, parameter)
         param.adopt_parameter(parameter, loading=loading)
     local = local_of(param.sharded_param)
-    if local is not param.local_tensor or (param.subclass is None and HOOK in local.__dict__):
-        param.origin = param.sharded_param.untyped_storage()
+    if local is not param.shard.local_tensor or (param.shard.subclass is None and HOOK in local.__dict__):
+        param.sharded_param.untyped_storage().__dict__[MARK] = id(param.sharded_param)
         param.adopt_shard(local)
         return True
-    if param.sharded_param.untyped_storage() is not param.origin:
+    if param.sharded_param.untyped_storage().__dict__.get(MARK) != id(param.sharded_param):
         raise RuntimeError(
             f"the data of parameter '{param.fqn}' was replaced (`parameter.data = ...`). The values of a DTensor lie "
             "in its local tensor, so the new ones would be lost. Write in place under torch.no_grad(): "

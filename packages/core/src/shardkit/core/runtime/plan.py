@@ -139,8 +139,8 @@ class Transport(ABC):
 
         `sources[i]` is this rank's chunk, of shape `items[i].layout.local_shape(rank)`, of any dtype (cast when
         written) and on any device. `flats[i]` is a 1-D tensor of `items[i].dtype` on the group's device, allocated, of
-        `layout.flat_numel` elements if the item is cut on dim 0 and of `numel` if not. When the program is done,
-        `flats[i][:numel].view(shape)` is the unsharded tensor; elements behind it are undefined.
+        `layout.flat_numel` elements. When the program is done, `flats[i][:numel].view(shape)` is the unsharded tensor;
+        elements behind it are undefined.
 
         Where programs run on streams, the call allocates buffers, on the current stream: so there `gather` and `reduce`
         are functions that return a generator, and a program calls `note_sources_read` of lanes.py once it has read its
