@@ -15,7 +15,7 @@ from shardkit.core.engine.settings import GroupSettings
 from shardkit.core.parameters.param import FSDPParam
 from shardkit.core.runtime.collective import all_reduce
 from shardkit.core.runtime.lanes import NEXT_STAGE, Program, Reduction, hold
-from shardkit.core.runtime.plan import Mean, ReduceItem, Transport, plan_reduce, note_allocated, note_freed
+from shardkit.core.runtime.plan import Mean, ReduceItem, Transport, plan_reduce, report_allocated, report_freed
 from shardkit.core.torch_compat import GRAD_DTYPE_DECIDES, has_gradient_hooks
 
 # At most this many plans, one for each set of parameters with gradients. Few sets occur unless use is random.
@@ -186,7 +186,7 @@ def _reduce(
         for call in group.when_delivered:
             call(params)
     finally:
-        note_freed(output, group.label, "reduce_output")
+        report_freed(output, group.label, "reduce_output")
 
 
 def _to_host(params: Sequence[FSDPParam], flat: torch.Tensor) -> torch.Tensor:
@@ -210,7 +210,7 @@ def _copy_all(bucket: Bucket, label: str) -> Reduction:
     hold(*gradients)
     sizes = [gradient.numel() for gradient in gradients]
     output = torch.empty(sum(sizes), dtype=bucket.dtype, device=gradients[0].device)
-    note_allocated(output, label, "reduce_output")
+    report_allocated(output, label, "reduce_output")
     for part, gradient in zip(output.split(sizes), gradients, strict=True):
         part.copy_(gradient.reshape(-1))
     gradients.clear()

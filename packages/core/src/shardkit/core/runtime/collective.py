@@ -20,8 +20,8 @@ from shardkit.core.runtime.plan import (
     ReducePlan,
     Transport,
     as_dtype,
-    note_allocated,
-    note_freed,
+    report_allocated,
+    report_freed,
     reported,
     shaped,
 )
@@ -81,7 +81,7 @@ class C10dTransport(Transport):
                     plan.packing.copy_out(packed, flats)
             finally:
                 if packed is not None:
-                    note_freed(packed, plan.label, "packed")
+                    report_freed(packed, plan.label, "packed")
 
     def all_gather(self, buffers: Sequence[torch.Tensor]) -> Sequence[dist.Work | None]:
         """Fills every rank's slot of each 1-D buffer from that rank's own slot, in place (collective)."""
@@ -123,7 +123,7 @@ class C10dTransport(Transport):
         divided = (grads[i] if mean.before is None else torch.div(grads[i], mean.before) for i in plan.direct)
         rows = [grad.to(plan.wire_dtype).contiguous().view(-1) for grad in divided]
         grads.clear()
-        note_allocated(plan.direct_nbytes, plan.label, "gradient")
+        report_allocated(plan.direct_nbytes, plan.label, "gradient")
         return self._reduce(plan, rows, packed, mean)
 
     def _reduce(self, plan: ReducePlan, rows: list[torch.Tensor], packed: torch.Tensor | None, mean: Mean) -> Reduction:
@@ -143,8 +143,8 @@ class C10dTransport(Transport):
                     output.div_(mean.after)
             finally:
                 if packed is not None:
-                    note_freed(packed, plan.label, "packed")
-                note_freed(plan.direct_nbytes, plan.label, "gradient")
+                    report_freed(packed, plan.label, "packed")
+                report_freed(plan.direct_nbytes, plan.label, "gradient")
         return output
 
 
@@ -178,7 +178,7 @@ class CustomTransport(C10dTransport):
                 f"{label}: {type(self._comm).__name__}.allocate returned {buffer.numel()} elements of {buffer.dtype} "
                 f"with strides {buffer.stride()}, expected {numel} of {dtype}, contiguous; return what was asked for"
             )
-        note_allocated(buffer, label, kind)
+        report_allocated(buffer, label, kind)
         return buffer.view(-1)
 
 

@@ -62,7 +62,7 @@ def hold(*tensors: torch.Tensor) -> None:
 
 
 def note_sources_read() -> None:
-    """Called by a gather that has read its sources: see `StreamLane.sources_read`."""
+    """A duty of every gather, once it has read its sources: memory that they were staged in waits for this event."""
     if _running.lane is not None:
         _running.lane.sources_read = _running.lane.stream.record_event()
 
@@ -221,8 +221,7 @@ class StreamLane:
         they are packed into     compute stream, which waits for the reduction before it drops them (`StreamTicket`).
         reduced gradients,       the reduction lane's, that of a cast after an all-reduce its second stage's. Whoever
         their casts              drops them does so on the compute stream, and the next reduction starts behind that.
-        shards                   the compute stream's, and written there. A gather waits for the compute stream when
-                                 they were written since it last did (group.py).
+        shards                   the compute stream's, and written there: group.py, Note [Writers of shards].
 
     No `record_stream` is needed, and the order of memory reuse does not depend on timing.
 

@@ -163,7 +163,7 @@ class Transport(ABC):
         """A 1-D buffer for packed items or gradients, or for the output of a reduction; events report it as `kind`."""
         with self.registered_memory():
             buffer = torch.empty(numel, dtype=dtype, device=self.device)
-        note_allocated(buffer, label, kind)
+        report_allocated(buffer, label, kind)
         return buffer
 
     def gather_buffer_bytes(self, plan: GatherPlan) -> int:
@@ -330,14 +330,14 @@ class ReducePlan:
         return packed
 
 
-def note_allocated(memory: torch.Tensor | int, fqn: str, kind: StorageKind) -> None:
+def report_allocated(memory: torch.Tensor | int, fqn: str, kind: StorageKind) -> None:
     """Reports a temporary buffer that was just allocated, or bytes of gradients that a reduction has taken over."""
     if events.hub.active:
         nbytes = memory if isinstance(memory, int) else memory.numel() * memory.itemsize
         events.emit(events.StorageAllocated(fqn, nbytes, kind))
 
 
-def note_freed(memory: torch.Tensor | int, fqn: str, kind: StorageKind) -> None:
+def report_freed(memory: torch.Tensor | int, fqn: str, kind: StorageKind) -> None:
     """Reports that a temporary buffer, or gradients, are dropped now."""
     if events.hub.active:
         nbytes = memory if isinstance(memory, int) else memory.numel() * memory.itemsize

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from shardkit.commands.users_code import users_code
 from shardkit.core.runtime.choice import stand_ins
 from shardkit.core.runtime.lanes import Program, Reduction
-from shardkit.core.runtime.plan import GatherPlan, Mean, ReducePlan, Transport, note_allocated, note_freed, reported
+from shardkit.core.runtime.plan import GatherPlan, Mean, ReducePlan, Transport, report_allocated, report_freed, reported
 from shardkit.core.runtime.shared.segment import ALIGNMENT, aligned
 from shardkit.tools.estimating.job import EstimateError, TrainingJob
 from shardkit.tools.estimating.observer import Observer, on_this_rank
@@ -122,7 +122,7 @@ class SimulatedTransport(Transport):
         with reported(plan, time.perf_counter()):
             yield ()
             if packed is not None:
-                note_freed(packed, plan.label, "packed")
+                report_freed(packed, plan.label, "packed")
             del packed, copied
 
     def _copied(self, nbytes: int, label: str) -> torch.Tensor | None:
@@ -130,7 +130,7 @@ class SimulatedTransport(Transport):
         if not self._observer.offloads or not nbytes:
             return None
         made = torch.empty(nbytes, dtype=torch.uint8)
-        note_allocated(made, label, "packed")
+        report_allocated(made, label, "packed")
         return made
 
     def reduce(self, plan: ReducePlan, grads: list[torch.Tensor], mean: Mean) -> Reduction:
@@ -156,7 +156,7 @@ class SimulatedTransport(Transport):
             if self.kind == "gloo" and packed is not None:
                 torch.empty_like(packed)  # gloo reduces a copy, which becomes a tensor of torch when it is waited for
             if packed is not None:
-                note_freed(packed, plan.label, "packed")
+                report_freed(packed, plan.label, "packed")
             del rows, packed, copied
             if self.kind == "shared" and plan.wire_dtype != plan.reduce_dtype and output.numel():
                 torch.empty_like(output)  # each peer's terms are cast before they are added
@@ -172,9 +172,9 @@ class SimulatedTransport(Transport):
         else:
             for number, unused in idle.items():
                 del self._parcels[number]
-                note_freed(unused, plan.label, "outbox")
+                report_freed(unused, plan.label, "outbox")
             parcel = torch.empty(nbytes, dtype=torch.uint8)
-            note_allocated(parcel, plan.label, "outbox")
+            report_allocated(parcel, plan.label, "outbox")
         self._parcels[self._posted] = parcel
         self._posted += 1
 

@@ -28,8 +28,8 @@ from shardkit.core.runtime.plan import (
     ReduceItem,
     ReducePlan,
     Transport,
-    note_allocated,
-    note_freed,
+    report_allocated,
+    report_freed,
     reported,
     strided,
 )
@@ -134,7 +134,7 @@ class CompressedTransport(Transport):
                     yield self._over.all_gather([buffer])
                 _unpack(plan, rows, flats, buffer)
             finally:
-                note_freed(buffer, plan.label, "packed")
+                report_freed(buffer, plan.label, "packed")
 
     def reduce(self, plan: ReducePlan, grads: list[torch.Tensor], mean: Mean) -> Reduction:
         rows = self._reductions.get(plan)
@@ -144,10 +144,10 @@ class CompressedTransport(Transport):
         # Holds this rank's terms and the sum, in fp32 even if the reduce dtype is narrower.
         wide = torch.promote_types(plan.reduce_dtype, torch.float32)
         total = torch.empty(plan.output_numel, dtype=wide, device=self.device)
-        note_allocated(total, plan.label, "reduce_input")
+        report_allocated(total, plan.label, "reduce_input")
         self._pack(plan, rows, grads, outgoing.zero_(), plan.output_views(total))
         grads.clear()
-        note_allocated(0, plan.label, "gradient")
+        report_allocated(0, plan.label, "gradient")
         return self._reduce(plan, rows, outgoing, total, mean.as_sum(self.world_size))
 
     def _reduce(
@@ -168,7 +168,7 @@ class CompressedTransport(Transport):
                 output.copy_(total)
             finally:
                 for buffer in (outgoing, total, incoming):
-                    note_freed(buffer, plan.label, "reduce_input")
+                    report_freed(buffer, plan.label, "reduce_input")
         return output
 
     def _pack(

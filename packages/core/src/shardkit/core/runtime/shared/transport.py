@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from shardkit.core.runtime.lanes import Program, Reduction
-from shardkit.core.runtime.plan import GatherPlan, Mean, ReducePlan, Transport, note_allocated, note_freed, reported
+from shardkit.core.runtime.plan import GatherPlan, Mean, ReducePlan, Transport, report_allocated, report_freed, reported
 from shardkit.core.runtime.shared.neighbours import Gradients, Neighbours, Posting, Table
 from shardkit.core.runtime.shared.segment import ALIGNMENT, Segment, aligned, carve, locate
 from shardkit.core.torch_compat import foreach_copy_
@@ -131,10 +131,10 @@ class SharedTransport(Transport):
             return min(fitting, key=lambda one: one.memory.nbytes)
         for parcel in idle:
             self._outbox.remove(parcel)
-            note_freed(parcel.memory.nbytes, label, "outbox")
+            report_freed(parcel.memory.nbytes, label, "outbox")
         parcel = Parcel(nbytes)
         self._outbox.append(parcel)
-        note_allocated(parcel.memory.nbytes, label, "outbox")
+        report_allocated(parcel.memory.nbytes, label, "outbox")
         return parcel
 
     def wait_until_read(self) -> None:
@@ -180,10 +180,10 @@ class SharedTransport(Transport):
     def reduce(self, plan: ReducePlan, grads: list[torch.Tensor], mean: Mean) -> Reduction:
         launched, mean = time.perf_counter(), mean.as_sum(self.world_size)
         output = plan.allocate_output()
-        note_allocated(plan.nbytes, plan.label, "gradient")
+        report_allocated(plan.nbytes, plan.label, "gradient")
         posting = self._post_rows(plan, grads, output)
         grads.clear()
-        note_freed(plan.nbytes, plan.label, "gradient")
+        report_freed(plan.nbytes, plan.label, "gradient")
         try:
             with reported(plan, launched):
                 yield (posting,)
