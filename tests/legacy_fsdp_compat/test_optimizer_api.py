@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.optim import _NamedOptimizer
 from torch.distributed.tensor import DTensor, Replicate
 
 from tests.legacy_fsdp_compat.both import (
@@ -18,6 +19,8 @@ from tests.legacy_fsdp_compat.both import (
     Setting,
     alone,
     assert_same_tensors,
+    backward_alone,
+    batch,
     build,
     loss_of,
     named_parameters,
@@ -213,3 +216,53 @@ def test_factored_state(rank: int, world_size: int, use_orig_params: bool, kind:
     assert full["state"].keys() == expected.keys()
     for name, values in expected.items():
         assert_same_tensors(values, full["state"][name], **TOLERANCE)
+
+
+@on_ranks(2)
+def test_optimizer_that_has_stepped_before_the_model_was_wrapped(rank: int, world_size: int) -> None:
+    """Existing state is cut like the parameters. Stock's steps raise, so the reference is one process."""
+    plain, original = build(), build()
+    expected, optimizer = OPTIMIZERS["adam"](plain.parameters()), OPTIMIZERS["adam"](original.parameters())
+    for model, its in ((plain, expected), (original, optimizer)):
+        model(batch(0, 9)[0]).sum().backward()
+        its.step()
+        its.zero_grad()
+    model = OURS.wrapped(Setting(), original)
+    state = copy.deepcopy(OURS.api.FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)["state"])
+    train(model, optimizer, rank, range(2))
+    for step in range(2):
+        expected.zero_grad()
+        backward_alone(plain, world_size, step)
+        expected.step()
+    names = [name for name, _ in plain.named_parameters()]
+    seen = OURS.state(model)
+    assert_same_tensors(dict(plain.named_parameters()), {name: seen[name] for name in names}, **TOLERANCE)
+    assert list(state) == names
+
+
+@pytest.mark.parametrize("in_groups", [False, True])
+@on_ranks(2)
+def test_optimizer_that_goes_by_names(rank: int, world_size: int, in_groups: bool) -> None:
+    """Its keys are the names of `named_parameters()`. Stock's own conversion raises KeyError for them."""
+    fsdp, kinds = OURS.api.FSDP, OURS.api.StateDictType
+    model = OURS.wrapped(Setting())
+    groups = [{"params": list(model.parameters())}] if in_groups else None
+    optimizer = _NamedOptimizer(model.named_parameters(), torch.optim.Adam, groups, module=model, lr=0.05)
+    plain = torch.optim.Adam(model.parameters(), lr=0.05)
+    loss_of(model, rank, 0).backward()
+    optimizer.step()
+    with fsdp.state_dict_type(model, kinds.SHARDED_STATE_DICT):
+        state = fsdp.optim_state_dict(model, optimizer)
+        assert next(iter(state["state"])) == "inp.weight"
+        before = {name: value["exp_avg"].to_local().clone() for name, value in optimizer.state_dict()["state"].items()}
+        loadable = fsdp.optim_state_dict_to_load(model, optimizer, state, is_named_optimizer=True)
+        for one in optimizer.state.values():
+            one["exp_avg"].zero_()
+        optimizer.load_state_dict(loadable)
+        after = {name: value["exp_avg"].to_local() for name, value in optimizer.state_dict()["state"].items()}
+        assert_same_tensors(before, after, rtol=0, atol=0)
+        plain.load_state_dict(fsdp.optim_state_dict_to_load(model, plain, state))
+        assert_same_tensors(
+            {str(index): value for index, value in enumerate(before.values())},
+            {str(index): value["exp_avg"].to_local() for index, value in enumerate(plain.state.values())},
+        )
