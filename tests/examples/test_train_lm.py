@@ -1,13 +1,16 @@
-"""The main job at a small size, in the processes that it really runs in."""
+"""The main job at a small size: its ranks, its launcher, and what they leave behind."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 import json
 import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -18,9 +21,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from shardkit.core.checkpoint.index import MANIFEST, seal, unseal
+from tests.support import run_ranks
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_lm"
 MODULES = ("checkpointing", "data", "errors", "model", "processes", "report", "settings", "train")
@@ -47,11 +52,32 @@ def run_job(*flags: str | Path, script: Path = EXAMPLE, **env: str) -> str:
     return done.stdout
 
 
+def _train(rank: int, world_size: int, port: int, flags: list[str]) -> str:
+    """Returns the output of a rank, which has imported torch already."""
+    dist.destroy_process_group()
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in numbers.items()}, MASTER_ADDR="127.0.0.1")
+    sys.path.insert(0, str(EXAMPLE))
+    import train
+
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        train.main(flags)
+    return printed.getvalue()
+
+
+def train_on_two(*flags: str | Path) -> str:
+    """Runs the loop on two ranks without the launcher, and returns the output of the first."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    return run_ranks(2, _train, port, [*SMALL, *map(str, flags)], isolated=True)[0]
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, text: Path) -> Path:
     """The directory of a run of six steps on two processes that nothing interrupted."""
     out = tmp_path_factory.mktemp("runs") / "finished"
-    run_job(*SMALL, "--nproc", "2", "--data", text, "--out", out)
+    train_on_two("--data", text, "--out", out)
     return out
 
 
@@ -137,7 +163,7 @@ def test_learns_and_leaves_everything_behind(finished: Path) -> None:
 
 
 def test_resuming_is_exact(finished: Path, broken_off: Path, text: Path, tmp_path) -> None:
-    printed = run_job(*SMALL, "--nproc", "2", "--data", text, "--out", broken_off, "--resume")
+    printed = train_on_two("--data", text, "--out", broken_off, "--resume")
     assert "step-000003" in printed
     assert "note:" not in printed
     assert losses(broken_off) == losses(finished)
