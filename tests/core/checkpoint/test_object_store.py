@@ -8,6 +8,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import fsspec
 import pytest
@@ -36,12 +37,9 @@ def s3() -> Iterator[dict[str, str]]:
         assert server.stdout is not None
         url = f"http://127.0.0.1:{int(server.stdout.readline())}"
         settings = {"AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing", "AWS_ENDPOINT_URL": url}
-        before = dict(os.environ)
-        os.environ.update(settings)
-        urllib.request.urlopen(urllib.request.Request(f"{url}/bucket", method="PUT")).close()
-        yield settings
-        os.environ.clear()
-        os.environ.update(before)
+        with mock.patch.dict(os.environ, settings):
+            urllib.request.urlopen(urllib.request.Request(f"{url}/bucket", method="PUT")).close()
+            yield settings
         server.kill()
 
 
@@ -161,6 +159,7 @@ def failed(rank: int, world_size: int, url: str) -> str:
     return " ".join(left)
 
 
+@pytest.mark.daily(store=["local"])
 @pytest.mark.parametrize("store", ["local", "s3"])
 def test_ranks_save_together_and_others_restore(store: str, tmp_path, request):
     settings = request.getfixturevalue("s3") if store == "s3" else {}
