@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -379,34 +380,22 @@ def _mesh(world: int, shared_memory: bool, hsdp: bool) -> DeviceMesh:
     """A mesh of process groups of our own, which nothing else uses. Collective when it is new."""
     key = (world, shared_memory, hsdp)
     if key not in _meshes:
-        before = os.environ.get("SHARDKIT_SHARED_MEMORY")
-        os.environ["SHARDKIT_SHARED_MEMORY"] = "1" if shared_memory else "0"
-        if hsdp:
-            _meshes[key] = _two_axes()
-        else:
-            # DTensor remembers meshes by ranks and names, also after their process groups are gone.
-            names = (f"generation_{next(_generations)}",)
-            _meshes[key] = DeviceMesh.from_group(dist.new_group(timeout=_PATIENCE), "cpu", mesh_dim_names=names)
-        for axis in range(_meshes[key].ndim):
-            together = neighbours_of(_meshes[key].get_group(axis)) is not None
-            assert together == shared_memory or world == 1, key
-        if before is None:
-            del os.environ["SHARDKIT_SHARED_MEMORY"]
-        else:
-            os.environ["SHARDKIT_SHARED_MEMORY"] = before
+        ranks = torch.arange(world).view(2, 2) if hsdp else torch.arange(world)
+        # DTensor remembers meshes by ranks and names, also after their process groups are gone.
+        names = tuple(f"{name}_{next(_generations)}" for name in ("replicate", "shard")[-ranks.ndim :])
+        with mock.patch.dict(os.environ, SHARDKIT_SHARED_MEMORY=str(int(shared_memory))):
+            groups = [_group_along(ranks, axis) for axis in range(ranks.ndim)]
+            _meshes[key] = DeviceMesh.from_group(groups, "cpu", mesh=ranks, mesh_dim_names=names)
+            for group in groups:
+                assert (neighbours_of(group) is not None) == shared_memory or world == 1, key
     return _meshes[key]
 
 
-def _two_axes() -> DeviceMesh:
-    rank, generation = dist.get_rank(), next(_generations)
-    shard = [dist.new_group(ranks, timeout=_PATIENCE) for ranks in ([0, 1], [2, 3])]
-    replicate = [dist.new_group(ranks, timeout=_PATIENCE) for ranks in ([0, 2], [1, 3])]
-    return DeviceMesh.from_group(
-        [replicate[rank % 2], shard[rank // 2]],
-        "cpu",
-        mesh=torch.arange(4).view(2, 2),
-        mesh_dim_names=(f"replicate_{generation}", f"shard_{generation}"),
-    )
+def _group_along(ranks: Tensor, axis: int) -> dist.ProcessGroup:
+    """This rank's group along an axis; all ranks make all of them."""
+    members = ranks.movedim(axis, -1).reshape(-1, ranks.size(axis)).tolist()
+    groups = {rank: group for some in members for group in [dist.new_group(some, timeout=_PATIENCE)] for rank in some}
+    return groups[dist.get_rank()]
 
 
 def _forget_meshes() -> None:
