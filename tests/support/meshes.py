@@ -3,6 +3,7 @@
 import functools
 import os
 from datetime import timedelta
+from unittest import mock
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -34,9 +35,7 @@ def data_mesh(hsdp: bool) -> DeviceMesh:
 @functools.cache
 def networked_mesh(shape: tuple[int, ...], names: tuple[str, ...] | None = None) -> DeviceMesh:
     """Return a mesh like ``rank_mesh`` whose process groups never share memory, as between hosts. Collective too."""
-    before = os.environ.get("SHARDKIT_SHARED_MEMORY")
-    os.environ["SHARDKIT_SHARED_MEMORY"] = "0"
-    try:
+    with mock.patch.dict(os.environ, SHARDKIT_SHARED_MEMORY="0"):
         if len(shape) == 1:
             mesh = DeviceMesh.from_group(dist.new_group(), "cpu")
         else:
@@ -44,8 +43,3 @@ def networked_mesh(shape: tuple[int, ...], names: tuple[str, ...] | None = None)
         for axis in range(mesh.ndim):
             assert neighbours_of(mesh.get_group(axis)) is None
         return mesh
-    finally:
-        if before is None:
-            del os.environ["SHARDKIT_SHARED_MEMORY"]
-        else:
-            os.environ["SHARDKIT_SHARED_MEMORY"] = before

@@ -20,11 +20,12 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from tests.support.failures import RankError, RankFailure, RankTimeout
 from tests.support.rank_process import Clean, Job, Outcome, RankPlace, serve
@@ -114,7 +115,8 @@ def start_server() -> None:
     path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
     # glibc fills memory with a pattern when it hands it out and takes it back: an early read finds no old parameter. It
     # does so for all but the chunks below about a kilobyte that each thread keeps for itself.
-    with _environment(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", MALLOC_PERTURB_="165", PYTHONPATH=path):
+    read = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "MALLOC_PERTURB_": "165", "PYTHONPATH": path}
+    with mock.patch.dict(os.environ, read):
         multiprocessing.set_forkserver_preload(["tests.support.rank_server"])
         multiprocessing.forkserver.ensure_running()
 
@@ -277,17 +279,3 @@ def _pickle_call(body: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 def _name_of(body: Callable[..., Any]) -> str:
     inner = body.func if isinstance(body, functools.partial) else body
     return f"{getattr(inner, '__module__', '?')}.{getattr(inner, '__qualname__', repr(inner))}"
-
-
-@contextlib.contextmanager
-def _environment(**values: str) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
