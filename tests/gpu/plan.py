@@ -56,7 +56,6 @@ _RACES = tuple(
     )
 )
 _STEPS = (
-    Check("a bf16 step", "right:first_step", limit=60),
     Check("a step never waits", "right:never_waits", limit=60),
     Check("a pinned input used again", "right:reused_input"),
 )

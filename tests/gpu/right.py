@@ -60,15 +60,6 @@ def poisoned(place: Place, *case: Any) -> None:
     parity(place, *case)
 
 
-def first_step(place: Place) -> None:
-    """One step in bf16, with shardkit imported and sharded as a user would."""
-    model = layers(ours, place.mesh(), mp_policy=ours.MixedPrecisionPolicy(torch.bfloat16, torch.float32))
-    loss = model(inputs(model, place.rank, 0, place.device)).float().square().mean()
-    loss.backward()
-    torch.optim.AdamW(model.parameters(), foreach=True).step()
-    assert loss.isfinite()
-
-
 def small_training(place: Place, engine: str) -> None:
     """Two steps in each precision, for checkers of memory to watch."""
     for bf16 in (False, True):
