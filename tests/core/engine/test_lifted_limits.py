@@ -11,6 +11,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardkit.core import MixedPrecisionPolicy, events, fully_shard
@@ -226,6 +231,26 @@ def test_zero_dim_parameters(rank: int, world_size: int) -> None:
             dist.all_gather(everyone, gain.detach())
             assert all(torch.equal(one, gain) for one in everyone)
     _round_trip(twins.sharded, shard_children(_scaled()))
+
+
+@on_ranks(2)
+def test_torch_loads_the_full_optimizer_state_of_zero_dim_parameters(rank: int, world_size: int) -> None:
+    twins = Twins.of(rank, world_size, _scaled, shard_children)
+    whole = torch.optim.AdamW(twins.whole.parameters(), eps=1e-2)
+    state: dict[str, Any] = {}
+    for broadcast in (False, False, True):
+        sharded = torch.optim.AdamW(twins.sharded.parameters(), eps=1e-2)
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
+        if whole.state:
+            seen = {} if broadcast and rank else state
+            set_optimizer_state_dict(twins.sharded, sharded, seen, options=options)
+        for _ in range(2):
+            twins.backward(_vector_loss)
+            for optimizer in (sharded, whole):
+                optimizer.step()
+                optimizer.zero_grad()
+            twins.check_parameters()
+        state = get_optimizer_state_dict(twins.sharded, sharded, options=options)
 
 
 # -- mixed dtypes ------------------------------------------------------------------------------------------------------

@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardkit.core.engine.group import FSDPParamGroup
 from shardkit.core.engine.root import live_roots
 from shardkit.core.optimizer_steps.block_steps import steps_by_block
-from shardkit.core.optimizer_steps.plain_steps import STEPS, PlainSteps, plain_steps_of
+from shardkit.core.optimizer_steps.plain_steps import NUMBERS, STEPS, PlainSteps, plain_steps_of
 from shardkit.core.optimizer_steps.supported import ELEMENTWISE, plain_parameters, steps_by_element
 from shardkit.core.parameters.collect import added_parameters
 from shardkit.core.parameters.param import FSDPParam, sharded_counterpart
-from shardkit.core.torch_compat import is_within_step, no_dynamo
+from shardkit.core.torch_compat import is_within_step, like_dtensor, no_dynamo
 
 _hooks: list[object] = []
 _on_shards: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -26,14 +26,14 @@ _on_shards: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 @dataclass(frozen=True)
 class _Held:
-    """The parameters of an optimizer at its last step, by identity, and their groups.
+    """The content of an optimizer at its last step, by `id()`: a parameter may reference it in a hook that steps.
 
-    Parameters may reference the optimizer, in hooks that step in backward, and would keep it alive. `id()`s are reused,
-    so everything is looked up again after `fully_shard` was called.
+    `id()`s are reused, so everything is looked up again after `fully_shard` was called.
     """
 
     identities: list[Any]  # of parameters; and whether they step in lists
     groups: list[weakref.ReferenceType[FSDPParamGroup]]
+    scalars: list[int]  # places of 0-dim DTensors
 
 
 _held_by: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Held] = weakref.WeakKeyDictionary()
@@ -80,10 +80,16 @@ def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
         steps = plain_steps_of(optimizer, make=bool(plain))
         if steps is not None:
             steps.chosen = frozenset(map(id, plain))
-        known = _held_by[optimizer] = _Held(identities, groups)
+        scalars = [place for place, one in enumerate(held) if isinstance(one, DTensor) and not one.ndim]
+        known = _held_by[optimizer] = _Held(identities, groups, scalars)
     _check_gradients(optimizer, known)
     if steps is not None and steps.chosen:
         steps.hook_innermost(optimizer)
+        return
+    for one in map(held.__getitem__, known.scalars):  # torch.distributed.checkpoint loads their state as plain tensors
+        state = optimizer.state.get(one, {})
+        plain = {key for key, value in state.items() if type(value) is torch.Tensor and not value.ndim} - NUMBERS
+        state.update({key: like_dtensor(state[key], one) for key in plain})
 
 
 def _check_gradients(optimizer: torch.optim.Optimizer, known: _Held) -> None:
@@ -155,9 +161,8 @@ def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None
         return
     if len(args) > 1 or kwargs.get("closure") is not None:
         _check_gradients(optimizer, known)
-    for reference in known.groups:
-        if (group := reference()) is not None:
-            group.versions.clear()
+    for group in filter(None, (reference() for reference in known.groups)):
+        group.versions.clear()
 
 
 def watch_optimizers() -> None:

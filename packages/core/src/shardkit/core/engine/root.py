@@ -111,11 +111,7 @@ def initialise_root(root: State, *, same_names: bool = True) -> None:
 
 
 def _wanted_checks() -> tuple[bool, int | None]:
-    """The checks in SHARDKIT_DEBUG: whether that of the order, and after how many forwards replicas are compared again.
-
-    Its words, joined by commas, are "order", and "replicas" for a comparison in each forward, or "replicas=100". The
-    number is None if only the first forward compares them.
-    """
+    """The words of SHARDKIT_DEBUG: "order"; "replicas" for each forward, or "replicas=100" (None: the first)."""
     words = os.environ.get("SHARDKIT_DEBUG", "").split(",")
     for word in words:
         name, _, every = word.partition("=")
@@ -207,9 +203,8 @@ def _check_agreement(
 ) -> None:
     """Raises on every rank if any two describe their parameters differently (collective over all process groups).
 
-    If it is to look `closely` at the root's module, all elements are compared, and buffers too.
-
-    Ranks that agree exchange 16 bytes for each process group.
+    If it is to look `closely` at the root's module, all elements are compared, and buffers too. Ranks that agree
+    exchange 16 bytes for each process group.
     """
     described: dict[dist.ProcessGroup, list[_Entry]] = defaultdict(list)
     device = torch.device("cpu")
