@@ -1,4 +1,4 @@
-"""State on `Blocks` and `Owned`: the bits of one process on any number of ranks, also across checkpoints."""
+"""State on `Blocks` and `Owned`: the bits of one process on any number of ranks; that of a whole model is refused."""
 
 import warnings
 from collections.abc import Iterable
@@ -13,13 +13,16 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 
-from shardkit.core import Owned, fully_shard, placements_for
+from shardkit.core import Owned, fully_shard, optimizer_step_on_shards, overlap_step, placements_for
 from shardkit.core.checkpoint import CheckpointManager, TrainingState
 from shardkit.core.torch_compat import local_of
-from tests.core.optimizer_steps.placed_training import class_of, optimizer_for, step
-from tests.support import rank_mesh, run_ranks
+from tests.core.optimizer_steps.placed_training import build, class_of, optimizer_for, sharded, step
+from tests.support import on_ranks, rank_mesh, run_ranks
 from tests.support.models import Composed
 from tests.support.twins import assert_equal
+
+# -- the bits of one process -------------------------------------------------------------------------------------------
+
 
 KINDS = {
     "torchao 8": "torchao.optim.AdamW8bit",
@@ -40,7 +43,7 @@ def net() -> nn.Module:
     return Composed(None, five=five, one=one, cube=cube, odd=nn.Linear(65, 100))
 
 
-def build(world_size: int, kind: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+def made(world_size: int, kind: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     warnings.simplefilter("ignore")
     torch.manual_seed(seed)
     model = net()
@@ -91,7 +94,7 @@ def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
 
 
 def alone(kind: str, count: int) -> dict[str, torch.Tensor]:
-    model, optimizer = build(0, kind, 1)
+    model, optimizer = made(0, kind, 1)
     steps(model, optimizer, range(count))
     found: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters():
@@ -102,12 +105,12 @@ def alone(kind: str, count: int) -> dict[str, torch.Tensor]:
 
 
 def _as_alone(rank: int, world_size: int, kind: str) -> dict[str, torch.Tensor]:
-    model, optimizer = build(world_size, kind, 1)
+    model, optimizer = made(world_size, kind, 1)
     steps(model, optimizer, range(6))
     return everything(model, optimizer)
 
 
-@pytest.mark.daily(world_size=[1, 3])
+@pytest.mark.daily(world_size=[3])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_states_and_parameters_are_those_of_one_process(world_size: int, kind: str) -> None:
@@ -116,7 +119,7 @@ def test_states_and_parameters_are_those_of_one_process(world_size: int, kind: s
 
 
 def _save(rank: int, world_size: int, kind: str, path: Path, stock: bool) -> None:
-    model, optimizer = build(world_size, kind, 1)
+    model, optimizer = made(world_size, kind, 1)
     steps(model, optimizer, range(3))
     if not stock:
         with CheckpointManager(path) as manager:
@@ -129,7 +132,7 @@ def _save(rank: int, world_size: int, kind: str, path: Path, stock: bool) -> Non
 def _resume(
     rank: int, world_size: int, kind: str, path: Path, stock: bool
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    model, optimizer = build(world_size, kind, 2)
+    model, optimizer = made(world_size, kind, 2)
     steps(model, optimizer, [9])  # so that there is other state
     if stock:
         state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
@@ -144,7 +147,7 @@ def _resume(
     return loaded, everything(model, optimizer)
 
 
-@pytest.mark.daily(world_size=[3])
+@pytest.mark.daily(world_size=[3], stock=[False])
 @pytest.mark.parametrize(("world_size", "stock"), [(1, False), (2, False), (3, False), (4, False), (3, True)], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_resumes_on_other_world_sizes_with_the_same_bits(
@@ -156,3 +159,55 @@ def test_resumes_on_other_world_sizes_with_the_same_bits(
         if not stock or kind.startswith("bitsandbytes"):  # torch casts to the parameter's dtype until the next step
             assert_equal(loaded, alone(kind, 3))
         assert_equal(later, alone(kind, 6))
+
+
+# -- state of one process, loaded into sharded parameters: an error, by name where stock has none ----------------------
+
+
+BY_NAME = r"state '(exp_avg|state1)' of parameter '0\.weight' is that of the whole.*CheckpointManager"
+BY_TORCH = "got mixed torch.Tensor and DTensor"  # as with stock
+ON_SHARDS = {"on_shards": optimizer_step_on_shards, "overlapped": overlap_step}
+
+
+@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "place", "error"),
+    [
+        ("torch.optim.AdamW", "owned", BY_NAME),
+        ("torch.optim.AdamW", "rows", BY_NAME),
+        ("torch.optim.AdamW", "on_shards", BY_NAME),
+        ("torch.optim.AdamW", "overlapped", BY_NAME),
+        ("torch.optim.AdamW", "shard", BY_TORCH),
+        ("torchao.optim.AdamW8bit", "elements", BY_NAME),
+        ("torchao.optim.AdamW8bit", "shard", BY_TORCH),
+        ("bitsandbytes.optim.AdamW8bit", "owned", BY_NAME),
+    ],
+)
+@on_ranks(2, timeout=120)
+def test_state_of_one_process(rank: int, world_size: int, kind: str, place: str, error: str, later: bool) -> None:
+    """Before the first step, or later, when the optimizer has stepped with other state."""
+    warnings.simplefilter("ignore")
+    alone = build()
+    trained = optimizer_for(kind, alone.parameters())
+    step(alone, trained, 0)
+    model = sharded(build(), world_size, "shard" if place in ON_SHARDS else place)
+    optimizer = optimizer_for(kind, model.parameters())
+    if place in ON_SHARDS:
+        ON_SHARDS[place](optimizer)
+    if later:
+        step(model, optimizer, 7)
+    optimizer.load_state_dict(trained.state_dict())
+    with pytest.raises(RuntimeError, match=error):
+        step(model, optimizer, 1)
+
+
+@on_ranks(2)
+def test_torch_refuses_to_distribute_it(rank: int, world_size: int) -> None:
+    alone = build()
+    trained = optimizer_for("torch.optim.AdamW", alone.parameters())
+    step(alone, trained, 0)
+    model = sharded(build(), world_size, "owned")
+    optimizer = optimizer_for("torch.optim.AdamW", model.parameters())
+    named = get_optimizer_state_dict(alone, trained)
+    with pytest.raises(RuntimeError, match="unsupported placements Owned"):
+        set_optimizer_state_dict(model, optimizer, named, options=StateDictOptions(full_state_dict=True))
