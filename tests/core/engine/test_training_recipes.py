@@ -1,6 +1,5 @@
 """Training scripts of the kinds that people run give the same results on two ranks as in one process."""
 
-import functools
 from typing import Any
 
 import pytest
@@ -8,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 
 from tests.support import on_ranks
 from tests.support.meshes import networked_mesh
@@ -62,19 +60,17 @@ def train(session: Session, model: Any, *blocks: nn.Module, steps: int = 3) -> N
 
 
 class Net(nn.Module):
-    """Blocks between two linear layers; ``run`` calls a block."""
+    """Blocks between two linear layers."""
 
-    def __init__(self, *blocks: nn.Module, out: int = WIDTH, dropout: float = 0.0) -> None:
+    def __init__(self, *blocks: nn.Module, out: int = WIDTH) -> None:
         super().__init__()
         self.inp, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, out)
-        made = (nn.Sequential(Block(WIDTH, 2 * WIDTH), nn.Dropout(dropout)) for _ in range(2))
-        self.blocks = nn.ModuleList(blocks or made)
-        self.run: Any = lambda block, x: block(x)
+        self.blocks = nn.ModuleList(blocks or [Block(WIDTH, 2 * WIDTH) for _ in range(2)])
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.inp(x)
         for block in self.blocks:
-            x = self.run(block, x)
+            x = block(x)
         return self.out(x)
 
 
@@ -103,18 +99,6 @@ def fixed_point_with_a_gradient_in_a_hook(session: Session) -> None:
 
     model = Composed(run, inp=nn.Linear(WIDTH, WIDTH), body=Block(WIDTH, 2 * WIDTH))
     train(session, model, model.body)
-
-
-def recomputation_with_dropout_and_offload(session: Session) -> None:
-    model = session.shard(net := Net(dropout=0.3), *net.blocks)
-    optimizer = sgd(model)
-    for reentrant in (None, False, True):
-        if reentrant is not None:
-            model.run = functools.partial(checkpoint, use_reentrant=reentrant)
-        with torch.autograd.graph.save_on_cpu():
-            loss = model(session.batch()).square().mean()
-        loss.backward()
-        session.step(optimizer, model)
 
 
 def decay_in_the_loss(session: Session) -> None:
@@ -230,7 +214,6 @@ def adversarial_with_a_frozen_judge_and_a_penalty(session: Session) -> None:
 
 RECIPES = [
     fixed_point_with_a_gradient_in_a_hook,
-    recomputation_with_dropout_and_offload,
     decay_in_the_loss,
     trained_key_cache,
     gradient_hooks,
