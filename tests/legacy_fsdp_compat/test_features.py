@@ -19,7 +19,7 @@ from torch.distributed.fsdp import sharded_grad_scaler
 from torch.distributed.tensor import DTensor
 
 from shardkit.core import fully_shard
-from tests.core.api.overflow import Layers, finds_an_overflow
+from tests.core.api.overflow import finds_an_overflow, layers
 from tests.legacy_fsdp_compat import both
 from tests.legacy_fsdp_compat.both import (
     CPU,
@@ -209,7 +209,7 @@ def test_compressing_communication_hooks(rank: int, world_size: int, strategy: s
 
 
 def replicas_first(world_size: int) -> Any:
-    model = Layers()
+    model = layers()
     fully_shard(model.embed, mesh=rank_mesh((world_size, 1), ("replicate", "shard")))
     return fully_shard(model)
 

@@ -8,22 +8,18 @@ from torch import nn
 
 import shardkit.core as ours
 from tests.support import rank_mesh
+from tests.support.models import Composed
 
 
-class Layers(nn.Module):
-    def __init__(self, *, scalar: bool = False) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.scale = nn.Parameter(torch.tensor(1.5)) if scalar else None
-        self.embed, self.up, self.down = nn.Linear(4, 4), nn.Linear(4, 8), nn.Linear(8, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.down(self.up(self.embed(x)).relu())
-        return y if self.scale is None else y * self.scale
+def layers(*, scalar: bool = False) -> Any:
+    torch.manual_seed(0)
+    parts = {"scale": nn.Parameter(torch.tensor(1.5))} if scalar else {}
+    run = lambda module, x: module.down(module.up(module.embed(x)).relu()) * (module.scale if scalar else 1)  # noqa: E731
+    return Composed(run, **parts, embed=nn.Linear(4, 4), up=nn.Linear(4, 8), down=nn.Linear(8, 4))
 
 
 def replicas(world_size: int) -> Any:
-    model = Layers(scalar=True)
+    model = layers(scalar=True)
     mesh = rank_mesh((2, world_size // 2), ("replicate", "shard"))
     ours.fully_shard(model.up, mesh=mesh)
     return ours.fully_shard(model, mesh=mesh)

@@ -10,31 +10,31 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import shardkit.core as ours
-from tests.core.api.overflow import Layers, finds_an_overflow, replicas
+from tests.core.api.overflow import finds_an_overflow, layers, replicas
 from tests.support import on_ranks, rank_mesh, run_ranks
 
 
 def scalar_first(world_size: int) -> Any:
     """As CLIP: a scalar among the root's parameters, before all others."""
-    model: Any = Layers(scalar=True)
+    model = layers(scalar=True)
     ours.fully_shard(model.up)
     return ours.fully_shard(model)
 
 
 def replicated_first(world_size: int) -> Any:
-    model: Any = Layers()
+    model = layers()
     return ours.fully_shard(model, shard_placement_fn=lambda p: Replicate() if p.shape == (4, 4) else None)
 
 
 def tensor_parallel(world_size: int) -> Any:
-    model, mesh = Layers(), rank_mesh((world_size // 2, 2), ("dp", "tp"))
+    model, mesh = layers(), rank_mesh((world_size // 2, 2), ("dp", "tp"))
     whole = ColwiseParallel(output_layouts=Replicate())
     parallelize_module(model, mesh["tp"], {"embed": whole, "up": ColwiseParallel(), "down": RowwiseParallel()})
     return ours.fully_shard(model, mesh=mesh["dp"])
 
 
 def replicated_beside_tensor_parallel(world_size: int) -> Any:
-    model, mesh = Layers(), rank_mesh((world_size // 2, 2), ("dp", "tp"))
+    model, mesh = layers(), rank_mesh((world_size // 2, 2), ("dp", "tp"))
     parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     choose = lambda p: Replicate() if p.shape in ((4, 4), (8, 4)) else None  # noqa: E731
     return ours.fully_shard(model, mesh=mesh["dp"], shard_placement_fn=choose)

@@ -30,7 +30,7 @@ KINDS = {
 }
 
 # name of a function, method ("Class.method") or class (its fields) -> its parameters, as [name, kind, has a default]
-Signatures: TypeAlias = dict[str, list[tuple[str, str, bool]]]
+Signatures: TypeAlias = dict[str, list[list[Any]]]
 
 
 def installed() -> Signatures:
@@ -52,18 +52,9 @@ def installed() -> Signatures:
     return {name: found[name] for name in sorted(found)}
 
 
-def _parameters(function: Any) -> list[tuple[str, str, bool]]:
+def _parameters(function: Any) -> list[list[Any]]:
     parameters = inspect.signature(function).parameters.values()
-    return [(one.name, KINDS[one.kind], one.default is not inspect.Parameter.empty) for one in parameters]
-
-
-def known() -> dict[str, Signatures]:
-    """The signatures in the file, by version."""
-    versions = json.loads(DATA.read_text()) if DATA.exists() else {}
-    return {
-        version: {name: [tuple(one) for one in parameters] for name, parameters in functions.items()}
-        for version, functions in versions.items()
-    }
+    return [[one.name, KINDS[one.kind], one.default is not inspect.Parameter.empty] for one in parameters]
 
 
 def written(versions: dict[str, Signatures]) -> str:
@@ -75,7 +66,7 @@ def written(versions: dict[str, Signatures]) -> str:
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
-VERSIONS = known()
+VERSIONS: dict[str, Signatures] = json.loads(DATA.read_text())
 # Stock's own plumbing, which no user calls.
 _NOT_FOR_USERS = {"get_cls_to_fsdp_cls", "disable_fsdp_module_new_init"}
 
@@ -109,7 +100,7 @@ def _lacking(functions: Signatures) -> list[str]:
     return problems
 
 
-def _differences(ours: Any, expected: list[tuple[str, str, bool]]) -> list[str]:
+def _differences(ours: Any, expected: list[list[Any]]) -> list[str]:
     """Arguments that stock accepts and ours does not: by name, by place, or without a value."""
     seen = [one for one in inspect.signature(ours).parameters.values() if one.name != "self"]
     taken = {one.name: one for one in seen}
@@ -134,4 +125,4 @@ def test_surface(version: str) -> None:
 
 
 if __name__ == "__main__":
-    DATA.write_text(written(known() | {VERSION: installed()}))
+    DATA.write_text(written(VERSIONS | {VERSION: installed()}))

@@ -15,16 +15,14 @@ from tests.support.models import Composed
 from tests.support.sharding import shard_children, shard_each
 
 
-class Keeping(nn.Linear):
+def _keeping(keep: Callable[[Tensor], Any]) -> nn.Module:
     """Keeps its weight, or a view of it, in the attribute `kept`."""
 
-    def __init__(self, keep: Callable[[Tensor], Any]) -> None:
-        super().__init__(8, 8)
-        self.keep = keep
+    def run(module: Any, x: Tensor) -> Tensor:
+        module.kept = keep(module.weight)
+        return x @ module.weight
 
-    def forward(self, x: Tensor) -> Tensor:
-        self.kept = self.keep(self.weight)
-        return x @ self.weight
+    return Composed(run, weight=nn.Parameter(torch.randn(8, 8)))
 
 
 KEPT: dict[str, Callable[[Tensor], Any]] = {
@@ -37,7 +35,7 @@ KEPT: dict[str, Callable[[Tensor], Any]] = {
 @pytest.mark.parametrize("what", KEPT)
 @on_ranks(1, 2)
 def test_parameter_that_is_kept_on_a_module(rank: int, world_size: int, what: str) -> None:
-    model = nn.Sequential(Keeping(KEPT[what]), Keeping(torch.clone))
+    model = nn.Sequential(_keeping(KEPT[what]), _keeping(torch.clone))
     shard_children(model, mesh=rank_mesh((world_size,)))
     if world_size == 1:  # nothing is freed
         model(torch.ones(2, 8)).sum().backward()
@@ -73,12 +71,7 @@ def test_parameter_of_another_call(rank: int, world_size: int) -> None:
 
 @on_ranks(2, isolated=True)
 def test_array_over_a_parameter(rank: int, world_size: int) -> None:
-    class Model(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            self.seen = self.weight.detach().numpy()
-            return super().forward(x)
-
-    model = nn.Sequential(Model(8, 8), nn.Linear(8, 8))
+    model = nn.Sequential(_keeping(lambda weight: weight.detach().numpy()), nn.Linear(8, 8))
     shard_children(model, mesh=rank_mesh((world_size,)))
     model.set_prefetch_depth(0)
     with pytest.raises(RuntimeError, match=r"the memory of parameter '0\.weight' cannot be freed.*numpy"):

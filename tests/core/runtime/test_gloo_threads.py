@@ -41,23 +41,9 @@ dist.destroy_process_group()
 """
 
 
-def _ends(store: Path) -> tuple[int, str]:
-    """The exit status and the output of rank 0."""
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, str(store), str(rank)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    said = [rank.communicate(timeout=120)[0] for rank in ranks]
-    assert "done" in said[0], said
-    return ranks[0].returncode, said[0]
-
-
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="only Linux tells which threads run")
 def test_a_thread_of_gloo_may_finish_before_the_interpreter_ends(tmp_path: Path):
-    status, said = _ends(tmp_path / "store")
-    assert status == 0, said
+    store, pipes = str(tmp_path / "store"), {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    ranks = [subprocess.Popen([sys.executable, "-c", RANK, store, rank], text=True, **pipes) for rank in "01"]
+    said = [rank.communicate(timeout=120)[0] for rank in ranks]
+    assert "done" in said[0] and ranks[0].returncode == 0, said
