@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,50 +26,17 @@ from torch.distributed.tensor import DTensor
 import shardkit.core
 from shardkit.core import Blocks, clip_grad_norm_, full_state_dict, optimizer_step_on_shards
 from shardkit.core.beyond import FileTier, overlap_step, steps
-from shardkit.core.checkpoint import CheckpointManager
 from shardkit.core.engine.group import FSDPParamGroup
 from shardkit.core.parameters.param import sharded_counterpart
 from shardkit.core.torch_compat import held_local
-from tests.core.checkpoint.trainee import ElasticLoader, Trainee
+from tests.core.beyond.late import late
 from tests.core.optimizer_steps.placed_training import ELEMENTWISE, loss_of, optimizer_for, shard_layers
 from tests.support import on_ranks, rank_mesh, run_ranks
 from tests.support.parity import Case, build, shard
 from tests.support.schedules import Run, plain
 from tests.support.sharding import shard_each
 from tests.support.trace import EXACT, Trace, assert_same
-from tests.support.twins import assert_equal, differences
-
-
-class Late:
-    """A job that runs when it is waited for."""
-
-    def __init__(self, run: Callable[..., None], *args: Any) -> None:
-        self._work: Any = run, args
-        self._error: Exception | None = None
-
-    def exception(self) -> Exception | None:
-        if self._work is not None:
-            (run, args), self._work = self._work, None
-            try:
-                run(*args)
-            except Exception as error:  # noqa: BLE001 - as a thread does
-                self._error = error
-        return self._error
-
-
-class LateWorker:
-    submit = Late
-
-
-@contextlib.contextmanager
-def late() -> Iterator[None]:
-    """All jobs run late."""
-    thread, steps._worker = steps._worker, LateWorker  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        steps._worker = thread
-
+from tests.support.twins import assert_equal
 
 # -- the same bits -----------------------------------------------------------------------------------------------------
 
@@ -546,36 +513,6 @@ def test_whoever_reads_waits(rank: int, world_size: int, tmp_path: Path, in_file
                     model.layers[3].reshard()
             pair.step(rank, 2)
             pair.check(name)
-
-
-def _save(rank: int, world_size: int, path: Path) -> Any:
-    with late():
-        trainee = Trainee((world_size,), seed=1, loader_kind=ElasticLoader)
-        overlap_step(trainee.optimizer)
-        trainee.train(1)
-        loss = trainee.model(torch.arange(4))
-        loss.backward()
-        trainee.optimizer.step()
-        with CheckpointManager(path) as manager:
-            manager.save(2, trainee.state)
-        return trainee.full()
-
-
-def _restore(rank: int, world_size: int, path: Path, overlapped: bool) -> Any:
-    trainee = Trainee((world_size,), seed=2, loader_kind=ElasticLoader)
-    with late():
-        if overlapped:
-            overlap_step(trainee.optimizer)
-        trainee.train(1)
-        assert CheckpointManager(path).restore(trainee.state) is not None
-        return trainee.full()
-
-
-def test_a_checkpoint_waits_and_resumes_elsewhere_without(tmp_path: Path) -> None:
-    expected, _ = run_ranks(2, _save, tmp_path)
-    for world_size, overlapped in ((3, False), (1, True)):
-        for seen in run_ranks(world_size, _restore, tmp_path, overlapped):
-            assert differences(seen, expected) == []
 
 
 # -- what waits for nothing --------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from torch import nn
 
 from shardkit.core.beyond import FileTier, overlap_step, steps
 from shardkit.core.checkpoint import CheckpointError, CheckpointManager, TrainingState, saving
+from tests.core.beyond.late import late
 from tests.core.checkpoint.trainee import ElasticLoader, Trainee
 from tests.support import RankFailure, on_ranks, rank_mesh, run_ranks
 from tests.support.sharding import shard_children
@@ -78,8 +80,7 @@ def _train(rank: int, world_size: int, path: Path, name: str, options: dict[str,
         run(job, *args)
         look(seen)
 
-    steps.Job.run = measured  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(steps.Job, "run", measured):
         runs = Runs(world_size, tier, name, **options)
         for layer in runs.models[0] if parameters else ():
             layer.register_forward_hook(lambda *_: look(gathered))
@@ -104,8 +105,6 @@ def _train(rank: int, world_size: int, path: Path, name: str, options: dict[str,
         assert max(noted) <= tier.resident, noted
         # The files from before the load are free.
         assert _resident(path) <= total + 2 * LAYERS * resource.getpagesize()
-    finally:
-        steps.Job.run = run  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(
@@ -195,37 +194,44 @@ def test_training_and_checkpoints_take_no_more_memory(
     assert filed == kept
 
 
-def _save_and_die(rank: int, world_size: int, path: Path, parameters: bool) -> None:
+def _save_and_die(rank: int, world_size: int, path: Path, tier: dict[str, Any] | None) -> None:
     trainee = Trainee((world_size,), seed=1, loader_kind=ElasticLoader)
-    overlap_step(trainee.optimizer, states=FileTier(path / "tier", "8kB", parameters=parameters))
-    trainee.train(2)
-    with CheckpointManager(path / "saved") as manager:
-        manager.save(2, trainee.state)
+    overlap_step(trainee.optimizer, states=tier and FileTier(path / "tier", "8kB", **tier))
+    trainee.train(1)
+    with late(), CheckpointManager(path / "saved") as manager:
+        trainee.model(torch.arange(4)).backward()
+        trainee.optimizer.step()
+        manager.save(2, trainee.state)  # waits for it
     torch.save(trainee.full(), path / f"expected-{rank}")
     trainee.train(1)
     dist.barrier()
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _restore(rank: int, world_size: int, path: Path, in_files: bool) -> Any:
+def _restore(rank: int, world_size: int, path: Path, overlapped: bool, in_files: bool) -> Any:
     trainee = Trainee((world_size,), seed=2, loader_kind=ElasticLoader)
-    if in_files:
-        overlap_step(trainee.optimizer, states=FileTier(path / "tier", "64 KiB"))
-    trainee.train(1)
-    assert CheckpointManager(path / "saved").restore(trainee.state) is not None
-    seen = trainee.full()
+    if overlapped:
+        overlap_step(trainee.optimizer, states=FileTier(path / "tier", "64 KiB") if in_files else None)
+    with late():
+        trainee.train(1)
+        assert CheckpointManager(path / "saved").restore(trainee.state) is not None
+        seen = trainee.full()
     trainee.train(1)
     return seen
 
 
-@pytest.mark.parametrize("parameters", [False, True], ids=["state", "state and shards"])
-def test_a_killed_run_resumes_on_other_ranks_with_and_without_files(tmp_path: Path, parameters: bool) -> None:
+@pytest.mark.parametrize(
+    "tier", [None, {"parameters": False}, {"parameters": True}], ids=["memory", "state", "state and shards"]
+)
+def test_a_killed_run_resumes_on_other_ranks_with_and_without_files(
+    tmp_path: Path, tier: dict[str, Any] | None
+) -> None:
     with pytest.raises(RankFailure):
-        run_ranks(2, _save_and_die, tmp_path, parameters, isolated=True)
-    assert list((tmp_path / "tier").iterdir()) == []
+        run_ranks(2, _save_and_die, tmp_path, tier, isolated=True)
+    assert not tier or list((tmp_path / "tier").iterdir()) == []
     expected = torch.load(tmp_path / "expected-0", weights_only=False)
-    for world_size, in_files in ((3, False), (1, True)):
-        for seen in run_ranks(world_size, _restore, tmp_path, in_files):
+    for world_size, overlapped in ((3, False), (1, True)):
+        for seen in run_ranks(world_size, _restore, tmp_path, overlapped, tier is not None):
             assert differences(seen, expected) == []
 
 
