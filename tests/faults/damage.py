@@ -20,7 +20,8 @@ import torch.distributed as dist
 from shardkit.core.checkpoint import CheckpointManager, DamagedCheckpointError
 from shardkit.core.checkpoint.command import main as checkpoint_command
 from tests.core.checkpoint.trainee import ElasticLoader, Trainee
-from tests.faults.job import STEPS, digest
+from tests.faults.job import STEPS
+from tests.support.twins import differences
 
 FILE_KINDS = ("truncated", "flipped", "missing", "swapped")
 
@@ -66,26 +67,26 @@ def trainee() -> Trainee:
     return Trainee((1,), loader_kind=ElasticLoader)
 
 
-def state_of(restored: Trainee) -> str:
-    return digest([restored.full(), restored.loader.position])
+def state_of(restored: Trainee) -> Any:
+    return restored.full(), restored.loader.position
 
 
 @dataclass(frozen=True)
 class Pristine:
-    """A directory with two checkpoints, the digest that each restores to, and the number of instants of a restore."""
+    """A directory with two checkpoints, the state that each restores to, and the number of instants of a restore."""
 
     path: Path
-    older: str
-    newer: str
+    older: Any
+    newer: Any
     instants: int
 
     @classmethod
-    def of(cls, path: Path, full: str) -> "Pristine":
-        """`full` is the digest of the ranks' state when they saved the newer one."""
+    def of(cls, path: Path, full: Any) -> "Pristine":
+        """`full` is the ranks' state when they saved the newer one."""
         instants, fresh = Instants(), trainee()
         with instants.counted(0, lambda: None):
             CheckpointManager(path).restore(fresh.state)
-        assert digest(fresh.full()) == full, "one rank restores another state than the two ranks saved"
+        assert differences(fresh.full(), full) == [], "one rank restores another state than the two ranks saved"
         newer = state_of(fresh)
         CheckpointManager(path).restore(fresh.state, step=STEPS - 1)
         return cls(path, state_of(fresh), newer, instants.seen)
@@ -123,7 +124,7 @@ def try_file(kind: str, generator: random.Random, pristine: Pristine, scratch: P
         if str(victim) not in str(refused):
             return Seen(True, f"refused without the name of {victim}: {refused}")
     else:
-        if state_of(fresh) != pristine.newer:
+        if differences(state_of(fresh), pristine.newer):
             return Seen(True, f"{victim} was {kind} and restored otherwise")
     if instants.seen < at:
         return Seen(False, None)
@@ -141,8 +142,9 @@ def _after_damage(victim: Path, scratch: Path, pristine: Pristine) -> str | None
     assert restored is not None
     step, seen = restored.step, state_of(fresh)
     if victim.name == ".metadata" and step == STEPS:
-        return None if seen == pristine.newer else f"{victim} was spoilt and restored otherwise"  # stock's: not read
-    if (step, seen) != (STEPS - 1, pristine.older):
+        same = not differences(seen, pristine.newer)  # stock's, and not read
+        return None if same else f"{victim} was spoilt and restored otherwise"
+    if step != STEPS - 1 or differences(seen, pristine.older):
         return f"{victim} was spoilt, and fallback restored step {step} otherwise than it was"
     if str(victim) not in restored.damaged[0] or not victim.parent.with_name(f"{_NEWER}.damaged").is_dir():
         return f"{victim} was spoilt and passed over as {restored.damaged}"

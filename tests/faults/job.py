@@ -5,8 +5,6 @@ starts all of them again. It saves the seconds in which Python and torch start, 
 the tests of `torchrun` itself are few.
 """
 
-import hashlib
-import json
 import multiprocessing
 import os
 import random
@@ -88,8 +86,7 @@ def _train(path: Path, attempt: int, injector: Injector) -> None:
         for step in range(start + 1, STEPS + 1):
             _step(trainee, step, injector)
             manager.save(step, trainee.state)
-    final = {"full": digest(trainee.full()), "own": digest(trainee.own()), "start": start}
-    (path / f"final-{attempt}-{dist.get_rank()}.json").write_text(json.dumps(final))
+    torch.save({"full": trainee.full(), "own": trainee.own()}, path / f"final-{attempt}-{dist.get_rank()}")
 
 
 def _step(trainee: Trainee, step: int, injector: Injector) -> None:
@@ -110,28 +107,6 @@ def _step(trainee: Trainee, step: int, injector: Injector) -> None:
     injector.instant("training")
 
 
-def digest(value: Any) -> str:
-    """A digest of nested plain values and tensors, to the last bit. The order of the keys of a dict does not count."""
-    found = hashlib.sha256()
-
-    def walk(one: Any) -> None:
-        if isinstance(one, dict):
-            for key, below in sorted(one.items(), key=lambda item: repr(item[0])):
-                found.update(repr(key).encode())
-                walk(below)
-        elif isinstance(one, list | tuple):
-            for below in one:
-                walk(below)
-        elif isinstance(one, torch.Tensor):
-            found.update(repr((one.dtype, tuple(one.shape))).encode())
-            found.update(bytes(one.contiguous().reshape(-1).view(torch.uint8).tolist()))
-        else:
-            found.update(repr(one).encode())
-
-    walk(value)
-    return found.hexdigest()
-
-
 @dataclass(frozen=True)
 class Outcome:
     """How a job went.
@@ -139,7 +114,7 @@ class Outcome:
     Attributes:
         path: its directory.
         attempts: that it took.
-        final: the ranks' last digests.
+        final: the ranks' last states.
         reports: the output of the ranks of failed attempts.
         instants: how many each rank had in the last attempt.
         hung: ranks that came to no end.
@@ -168,7 +143,7 @@ def resume_until_done(path: Path, fault: Fault | None, attempts: int = 4) -> Out
         codes, late = _attempt(path, attempt, fault if attempt == 0 else None)
         hung += late
         if codes == [0] * WORLD:
-            final = [json.loads((path / f"final-{attempt}-{rank}.json").read_text()) for rank in range(WORLD)]
+            final = [torch.load(path / f"final-{attempt}-{rank}", weights_only=False) for rank in range(WORLD)]
             instants = [int((path / f"instants-{attempt}-{rank}").read_text()) for rank in range(WORLD)]
             return Outcome(path, attempt + 1, final, reports, instants, hung, (path / "struck").exists())
         for rank, code in enumerate(codes):

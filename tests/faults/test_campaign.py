@@ -19,6 +19,7 @@ from tests.faults.damage import FILE_KINDS, Pristine, Seen, try_file
 from tests.faults.fuzzing import FACTOR
 from tests.faults.injection import ERRNOS, Fault
 from tests.faults.job import STEPS, WORLD, Outcome, left_behind, resume_until_done
+from tests.support.twins import differences
 
 JOB_KINDS = ("kill", "kill all", "call", "disk", "writer", "stop", "slow", "store", "branch")
 _REPORTED = {"writer", "call", "disk", "branch"}
@@ -39,7 +40,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     path = tmp_path_factory.mktemp("faults") / "undisturbed"
     outcome = resume_until_done(path, None)
     assert outcome.attempts == 1 and left_behind(path) == []
-    assert outcome.final[0]["full"] == outcome.final[1]["full"] != ""
+    assert differences(*(one["full"] for one in outcome.final)) == []
     return dataclasses.replace(outcome, instants=[count // 2 for count in outcome.instants])
 
 
@@ -61,14 +62,8 @@ def verdict(path: Path, fault: Fault, expected: Outcome) -> Seen:
         outcome = resume_until_done(path, fault)
     except RuntimeError as error:
         return Seen(True, str(error))
-    other = [
-        f"rank {rank}: {name}"
-        for rank, (seen, known) in enumerate(zip(outcome.final, expected.final, strict=True))
-        for name in ("full", "own")
-        if seen[name] != known[name]
-    ]
     wrong: str | None = None
-    if other:
+    if other := differences(outcome.final, expected.final):
         wrong = f"ended otherwise than the undisturbed run: {', '.join(other)}"
     elif outcome.hung:
         wrong = f"{outcome.hung} ranks hung without a report"
