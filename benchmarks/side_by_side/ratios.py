@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import median, quantiles
+from statistics import median
 
 from side_by_side.rank import Times
 from side_by_side.run import Measured
@@ -12,11 +12,9 @@ Value = Callable[[Times], float]
 
 @dataclass(frozen=True)
 class Ratio:
-    """The median of the ratios of each round, with their quartiles and extremes. A count has one ratio only."""
+    """The median of the ratios of each round, with their extremes. A count has one ratio only."""
 
     median: float
-    first_quartile: float
-    third_quartile: float
     least: float
     most: float
     rounds: int
@@ -100,8 +98,7 @@ def _row(key: str, label: str, unit: str, samples: dict[str, list[float]]) -> Ro
 
 def _ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
     each = [mine / other for mine, other in zip(ours, theirs, strict=True)]
-    low, _, high = quantiles(each, n=4, method="inclusive") if len(each) > 1 else each * 3
-    return Ratio(median(each), low, high, min(each), max(each), len(each))
+    return Ratio(median(each), min(each), max(each), len(each))
 
 
 def absolute_table(rows: Sequence[Row], systems: Sequence[str]) -> str:
