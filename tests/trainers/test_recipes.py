@@ -25,6 +25,7 @@ def losses(*options: object, name: str = "train.py") -> list[float]:
 @pytest.fixture
 def nodes(tmp_path) -> Iterator[Path]:
     """Two hosts, which are network namespaces of this one, and a directory with `srun` and `scontrol` for them."""
+    pytest.importorskip("accelerate", reason="takes long, and `hatch run trainers:test` runs it")
     if os.geteuid() or shutil.which("ip") is None:
         pytest.skip("network namespaces need root and ip")
     one, other = names = [f"recipe{os.getpid()}{letter}" for letter in "ab"]
