@@ -270,7 +270,6 @@ class FSDPParam:
             self._decide_dtypes(parameter)
         self.dtypes.put_on(parameter)
         self.sharded_param = parameter
-        parameter.untyped_storage().__dict__[MARK] = id(parameter)
         if self.unsharded_param is not None:
             self.unsharded_param.__dict__.update(user_attributes(parameter))
         _sharded[id(parameter)] = self

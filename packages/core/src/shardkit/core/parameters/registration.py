@@ -131,7 +131,8 @@ def take_over(param: FSDPParam, *, loading: bool) -> bool:
         _check_replacement(param, parameter)
         param.adopt_parameter(parameter, loading=loading)
     local = local_of(param.sharded_param)
-    if local is not param.shard.local_tensor or (param.shard.subclass is None and HOOK in local.__dict__):
+    is_new = parameter is not None or local is not param.shard.local_tensor
+    if is_new or (param.shard.subclass is None and HOOK in local.__dict__):
         param.sharded_param.untyped_storage().__dict__[MARK] = id(param.sharded_param)
         param.adopt_shard(local)
         return True
