@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardkit.core.clip import clip_grad_norm_, grad_norm
-from tests.support import on_ranks, rank_mesh, run_ranks
+from tests.support import on_ranks, rank_mesh
 
 
 def full_grads():
@@ -68,7 +68,12 @@ def counted_reductions():
         dist.all_reduce = original
 
 
-def check_norm_and_scale(rank, world_size, norm_type):
+@pytest.mark.parametrize(
+    ("world_size", "norm_type"),
+    [(1, 2.0), (2, 2.0), (3, 2.0), (4, 2.0), (2, 1), (3, 0.5), (2, 3.0), (1, math.inf), (4, math.inf)],
+)
+@on_ranks()
+def test_norm_and_scale(rank, world_size, norm_type):
     mesh = rank_mesh((world_size,), ("shard",))
     grads = full_grads()
     parameters = sharded_parameters(mesh, grads)
@@ -84,16 +89,9 @@ def check_norm_and_scale(rank, world_size, norm_type):
     for name, parameter in parameters.items():
         grad = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
         assert torch.equal(grad, grads[name] * factor.to(grads[name].dtype) if name != "half" else grads[name] * factor)
-    return norm.item()
-
-
-@pytest.mark.parametrize(
-    ("world_size", "norm_type"),
-    [(1, 2.0), (2, 2.0), (3, 2.0), (4, 2.0), (2, 1), (3, 0.5), (2, 3.0), (1, math.inf), (4, math.inf)],
-)
-def test_norm_and_scale(world_size, norm_type):
-    norms = run_ranks(world_size, check_norm_and_scale, norm_type)
-    assert len(set(norms)) == 1
+    everyone = [None] * world_size
+    dist.all_gather_object(everyone, norm.item())
+    assert len(set(everyone)) == 1
 
 
 @on_ranks(2)

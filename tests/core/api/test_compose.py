@@ -15,7 +15,7 @@ import shardkit.core as ours
 from tests.support import on_ranks, rank_mesh
 from tests.support.models import Block, Composed
 from tests.support.sharding import shard_each
-from tests.support.twins import assert_equal, local_gradients
+from tests.support.twins import assert_equal, batch, local_gradients
 
 
 def _model() -> nn.Sequential:
@@ -25,10 +25,6 @@ def _model() -> nn.Sequential:
 
 def _shard(model: nn.Sequential, api: ModuleType, **options: Any) -> nn.Sequential:
     return shard_each(*model[:-1], model, api=api, **options)
-
-
-def _batch(step: int, rank: int) -> torch.Tensor:
-    return torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
 def _train_compiled(api: ModuleType, what: str, first: str, rank: int) -> tuple[list[torch.Tensor], dict[str, int]]:
@@ -48,7 +44,7 @@ def _train_compiled(api: ModuleType, what: str, first: str, rank: int) -> tuple[
     forward = torch.compile(model, backend="eager") if what == "model" else model
     losses = []
     for step in range(2):
-        losses.append(forward(_batch(step, rank)).square().mean())
+        losses.append(forward(batch(rank, 4, 6, seed=step)).square().mean())
         losses[-1].backward()
     counted = {"graph breaks": sum(counters["graph_break"].values()), "graphs": counters["stats"]["unique_graphs"]}
     return [*losses, *local_gradients(model)], counted
@@ -74,17 +70,17 @@ def test_a_step_between_forwards_is_seen_by_the_next_one(rank: int, world_size: 
     model = _shard(_model(), ours)
     # AdamW: torch 2.13 has no DTensor strategy for fused SGD.
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=kind == "foreach", fused=kind == "fused")
-    model(_batch(0, rank)).square().mean().backward()
-    model(_batch(1, rank))
+    model(batch(rank, 4, 6, seed=0)).square().mean().backward()
+    model(batch(rank, 4, 6, seed=1))
     optimizer.step()
     fresh = _shard(_model(), ours)
     fresh.load_state_dict(model.state_dict())
-    model(_batch(1, rank))  # unsharded again, then stepped again without a state dict in between
+    model(batch(rank, 4, 6, seed=1))  # unsharded again, then stepped again without a state dict in between
     optimizer.step()
     optimizer.zero_grad()
-    after = model(_batch(2, rank))
+    after = model(batch(rank, 4, 6, seed=2))
     fresh.load_state_dict(model.state_dict())
-    assert torch.equal(after, fresh(_batch(2, rank)))
+    assert torch.equal(after, fresh(batch(rank, 4, 6, seed=2)))
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
@@ -96,11 +92,11 @@ def test_writes_between_forward_and_backward(rank: int, world_size: int, dtype: 
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(6, 6, bias=False) for _ in range(4)))
         shard_each(*model, model, api=api, mp_policy=api.MixedPrecisionPolicy(param_dtype=dtype))
-        model(_batch(0, rank)).sum().backward()
+        model(batch(rank, 4, 6, seed=0)).sum().backward()
         (expected, *_) = local_gradients(model)
         for layer in model[1:]:
             model.zero_grad()
-            loss = model(_batch(0, rank)).sum()
+            loss = model(batch(rank, 4, 6, seed=0)).sum()
             layer.weight.data.mul_(2)
             loss.backward()
             (seen, *_) = local_gradients(model)

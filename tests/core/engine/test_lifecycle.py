@@ -297,20 +297,6 @@ def test_local_tensors_after_a_cast_or_load(rank: int, world_size: int, change: 
 # -- exceptions --------------------------------------------------------------------------------------------------------
 
 
-class _RaiseInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        raise RuntimeError("on purpose")
-
-
-def _fails_in_backward(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-    return _RaiseInBackward.apply(output)
-
-
 def _interrupt(*args: Any) -> None:
     raise KeyboardInterrupt
 
@@ -336,30 +322,31 @@ LATER: dict[str, Callable[[Any, Tensor, torch.optim.Optimizer], object]] = {
     "a state dict": lambda model, earlier, optimizer: model.state_dict(),
     "a load": lambda model, earlier, optimizer: model.load_state_dict({}, strict=False),
 }
+
+
+def _raise_in_backward(module: nn.Module, args: Any, output: Tensor) -> None:
+    output.register_hook(_raise)
+
+
+def _hook(name: str, hook: Callable[..., Any], kind: str = "forward", **options: Any) -> Callable[[Any], Any]:
+    return lambda model: getattr(model.get_submodule(name), f"register_{kind}_hook")(hook, **options)
+
+
 # How an iteration ends, and which of the later calls cannot tell: a forward that Ctrl-C has ended looks like a running
 # one, and a backward like one inside another.
 FAILURES: dict[str, tuple[Callable[[Any], Any], set[str]]] = {
-    "the root's forward": (lambda model: model.out.register_forward_hook(_raise), set()),
-    "before the root's forward": (lambda model: model.register_forward_pre_hook(_raise), set()),
-    "before our hook of the root": (lambda model: model.register_forward_pre_hook(_raise, prepend=True), {*LATER}),
-    "a block's forward": (lambda model: model.blocks[1].down.register_forward_hook(_raise), set()),
-    "a block's own hook": (lambda model: model.blocks[1].register_forward_hook(_raise), set()),
-    "a block's pre-hook": (lambda model: model.blocks[2].register_forward_pre_hook(_raise), set()),
-    "the root's own hook": (lambda model: model.register_forward_hook(_raise), {*LATER}),
-    "the last block's backward": (
-        lambda model: model.blocks[2].register_forward_hook(_fails_in_backward),
-        {"backward"},
-    ),
-    "a middle block's backward": (
-        lambda model: model.blocks[1].down.register_forward_hook(_fails_in_backward),
-        {"backward"},
-    ),
-    "the first block's backward": (
-        lambda model: model.blocks[0].up.register_forward_hook(_fails_in_backward),
-        {"backward"},
-    ),
+    "the root's forward": (_hook("out", _raise), set()),
+    "before the root's forward": (_hook("", _raise, "forward_pre"), set()),
+    "before our hook of the root": (_hook("", _raise, "forward_pre", prepend=True), {*LATER}),
+    "a block's forward": (_hook("blocks.1.down", _raise), set()),
+    "a block's own hook": (_hook("blocks.1", _raise), set()),
+    "a block's pre-hook": (_hook("blocks.2", _raise, "forward_pre"), set()),
+    "the root's own hook": (_hook("", _raise), {*LATER}),
+    "the last block's backward": (_hook("blocks.2", _raise_in_backward), {"backward"}),
+    "a middle block's backward": (_hook("blocks.1.down", _raise_in_backward), {"backward"}),
+    "the first block's backward": (_hook("blocks.0.up", _raise_in_backward), {"backward"}),
     "Ctrl-C in forward": (
-        lambda model: model.blocks[1].register_forward_pre_hook(_interrupt),
+        _hook("blocks.1", _interrupt, "forward_pre"),
         {"unshard", "backward", "a registered method", "a state dict"},
     ),
     "Ctrl-C at the end of backward": (_interrupted_at_its_end, {"backward"}),

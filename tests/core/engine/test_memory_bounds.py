@@ -53,7 +53,7 @@ class Meter(Memory):
 
     def __call__(self, event: events.Event) -> None:
         super().__call__(event)
-        self.peak_bytes, self.peak_blocks = max(self.peak_bytes, self.block_bytes), max(self.peak_blocks, self._blocks)
+        self.peak_bytes = max(self.peak_bytes, self.block_bytes)
         if isinstance(event, events.PrefetchHit | events.PrefetchMiss) and event.fqn.startswith("blocks."):
             (self.hits if isinstance(event, events.PrefetchHit) else self.misses).append(event.fqn)
 
@@ -69,15 +69,9 @@ class Meter(Memory):
     def root_bytes(self) -> int:
         return self._bytes(of_blocks=False)
 
-    @property
-    def _blocks(self) -> int:
-        return len(
-            {fqn.rsplit(".", 1)[0] for kind, fqn in self.held if kind == "unsharded" and fqn.startswith("blocks.")}
-        )
-
     def start_phase(self) -> None:
         """Forget peaks and prefetches, but not the memory that is still held."""
-        self.peak_bytes, self.peak_blocks = self.block_bytes, self._blocks
+        self.peak_bytes = self.block_bytes
         self.hits, self.misses = list[str](), list[str]()
 
 
@@ -100,7 +94,6 @@ def test_at_most_depth_plus_one_groups(rank: int, world_size: int, depth: int) -
                     f"{where}: {meter.peak_bytes} bytes of blocks unsharded at once, but at most depth + 1 groups of "
                     f"{BLOCK_BYTES} bytes may be"
                 )
-                assert meter.peak_blocks <= depth + 1, where
                 # Backward uses first the block that forward used last.
                 assert meter.block_bytes == (BLOCK_BYTES if phase == "forward" and depth else 0), where
                 if iteration and depth:
@@ -150,7 +143,8 @@ def test_bound_with_inner_backwards(rank: int, world_size: int) -> None:
             loss = model(torch.randn(2, WIDTH)).sum()
             meter.start_phase()
             loss.backward()
-            assert meter.peak_blocks == 3  # a block that recomputes stays unsharded until its inner backward has ended
+            # A block that recomputes stays unsharded until its inner backward has ended.
+            assert meter.peak_bytes == 3 * BLOCK_BYTES
 
 
 @on_ranks(1)

@@ -223,11 +223,10 @@ def _shard_all(mesh: Any, policy: Any = shardkit.MixedPrecisionPolicy()) -> Call
     return lambda model: shard_each(model.first, model.second, model.third, model, mesh=mesh, mp_policy=policy)
 
 
-MESHES: dict[str, Callable[[int], Any]] = {
-    "fsdp": lambda world_size: rank_mesh((world_size,)),
-    "hsdp": lambda world_size: rank_mesh((2, world_size // 2), ("replicas", "shards")),
-    "replicas": lambda world_size: rank_mesh((world_size, 1), ("replicas", "shards")),
-}
+def _mesh(kind: str, world_size: int) -> Any:
+    return rank_mesh((world_size, 1), ("replicas", "shards")) if kind == "replicas" else data_mesh(kind == "hsdp")
+
+
 ON_MESHES = [(1, "fsdp"), (2, "fsdp"), (4, "hsdp"), (2, "replicas")]
 
 
@@ -250,7 +249,7 @@ def test_they_are_read_written_and_reduced(
     rank: int, world_size: int, mesh: str, reduce_dtype: torch.dtype | None
 ) -> None:
     """Also where the last micro-batch is the first that uses a parameter, or leaves out another: not so in stock."""
-    make = _shard_all(MESHES[mesh](world_size), shardkit.MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
+    make = _shard_all(_mesh(mesh, world_size), shardkit.MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
     twins = Twins.of(rank, world_size, _skipping, make)
     twins.sharded.synchronize_gradients()  # before the first forward there are none
     for number in range(2):
@@ -279,7 +278,7 @@ def test_they_are_read_written_and_reduced(
 @on_ranks(4)
 def test_what_can_be_read(rank: int, world_size: int) -> None:
     model: Any = _skipping()
-    _shard_all(MESHES["hsdp"](world_size))(model)
+    _shard_all(_mesh("hsdp", world_size))(model)
     model.set_requires_gradient_sync(False)
     _loss(model, rank).backward()
     pending = model.get_pending_gradients()
@@ -323,7 +322,7 @@ def test_zero_grad_of_a_module_drops_what_is_below_it(rank: int, world_size: int
         return model
 
     def shard(model: Any) -> None:
-        shard_each([model[0], model[1]], model, mesh=MESHES[mesh](world_size))
+        shard_each([model[0], model[1]], model, mesh=_mesh(mesh, world_size))
 
     for below in ([0], [1], [3], [0, 1, 2, 3]):
         for set_to_none in (True, False):
@@ -347,7 +346,7 @@ def test_zero_grad_of_a_module_drops_what_is_below_it(rank: int, world_size: int
 @pytest.mark.parametrize(("world_size", "mesh"), ON_MESHES)
 @on_ranks()
 def test_a_step_or_a_norm_without_them_is_refused(rank: int, world_size: int, mesh: str) -> None:
-    options = {"mesh": MESHES[mesh](world_size)}
+    options = {"mesh": _mesh(mesh, world_size)}
     layers: Any = _Layers()
     layers.shard(shardkit, **options)
     optimizers = {
@@ -388,7 +387,7 @@ def test_a_step_or_a_norm_without_them_is_refused(rank: int, world_size: int, me
 @on_ranks(2, 4)
 def test_sums_of_hsdp_of_frozen_and_cast_parameters(rank: int, world_size: int) -> None:
     """A parameter frozen before the all-reduce gets the gradient of the backwards before. A cast is refused."""
-    twins = Twins.of(rank, world_size, _skipping, _shard_all(MESHES["hsdp"](world_size)))
+    twins = Twins.of(rank, world_size, _skipping, _shard_all(_mesh("hsdp", world_size)))
     for frozen in (False, True):
         twins.sharded.set_requires_all_reduce(frozen)
         for model in twins.both:

@@ -35,7 +35,7 @@ from tests.support.comms import CountingAllGather, RankOrderReduceScatter
 from tests.support.heard import heard
 from tests.support.models import Block, Composed
 from tests.support.sharding import shard_each
-from tests.support.twins import assert_equal, local_gradients
+from tests.support.twins import assert_equal, batch, local_gradients
 
 # -- how far an element may be off, and how many bytes it takes --------------------------------------------------------
 
@@ -211,10 +211,6 @@ def _net(mesh: Any, **options: Any) -> Any:
     return shard_each(*model.blocks, model, mesh=mesh, **options)
 
 
-def _batch(rank: int, step: int) -> Tensor:
-    return torch.randn(4, 7, generator=torch.Generator().manual_seed(100 * rank + step))
-
-
 def _dims(parameter: nn.Parameter) -> Shard | None:
     return Shard(1) if parameter.ndim > 1 and parameter.shape[0] == 5 else None
 
@@ -290,13 +286,13 @@ def _trains_as_one_process(
     reference = Reference(policy, world_size // replicas, replicas, mixed)
     model = _net(mesh, mp_policy=mixed, shard_placement_fn=_dims, compression_policy=policy)
     for step in range(3):
-        output = model(_batch(rank, step))
-        assert torch.equal(output, reference.gathered()(_batch(rank, step).to(param_dtype or F32)))
+        output = model(batch(rank, 4, 7, seed=step))
+        assert torch.equal(output, reference.gathered()(batch(rank, 4, 7, seed=step).to(param_dtype or F32)))
         model.zero_grad()
         output.float().square().mean().backward()
 
         def backward(model: nn.Module, rank: int, step: int = step) -> None:
-            model(_batch(rank, step).to(param_dtype or F32)).float().square().mean().backward()
+            model(batch(rank, 4, 7, seed=step).to(param_dtype or F32)).float().square().mean().backward()
 
         expected = reference.gradients(backward)
         for (fqn, parameter), twin in zip(model.named_parameters(), reference.model.parameters(), strict=True):
@@ -340,7 +336,7 @@ def _gradients(model: Any, rank: int, micro_batches: int = 1) -> list[Tensor]:
     model.zero_grad()
     for micro in range(micro_batches):
         model.set_requires_gradient_sync(micro == micro_batches - 1)
-        model(_batch(rank, micro)).square().mean().backward()
+        model(batch(rank, 4, 7, seed=micro)).square().mean().backward()
     return local_gradients(model)
 
 
