@@ -1,9 +1,9 @@
 """Tries which classes of optimizers step on each parameter by itself; the package keeps their names as data.
 
-    python -m tests.core.optimizer_steps.separate_optimizers --write
+    python -m tests.core.optimizer_steps.separate_optimizers
 
 writes the names of those classes of the installed torch, bitsandbytes, torchao, heavyball and pytorch-optimizer.
-Without `--write` it only compares.
+A slow test of test_placements_for.py compares.
 
 On `Owned` an optimizer sees only the matrices of one rank. If it computes a number from all of its parameters (a norm
 for clipping, a step size, the direction of a line search), or communicates, its result would be wrong, and nothing in
@@ -12,7 +12,6 @@ shape. If other tensors, their state or a setting come out differently, or if an
 So is a class of which this holds with any other value of a single option, and one that cannot be tried.
 """
 
-import argparse
 import contextlib
 import enum
 import importlib
@@ -20,7 +19,6 @@ import inspect
 import io
 import json
 import random
-import sys
 import typing
 import warnings
 from collections.abc import Callable, Iterator
@@ -235,20 +233,5 @@ def tried(package: str) -> dict[str, Any]:
     return {"version": version(package).split("+")[0], "classes": found}
 
 
-def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.core.optimizer_steps.separate_optimizers", description=__doc__
-    )
-    parser.add_argument("--write", action="store_true", help="take the results over into the package")
-    options: Any = parser.parse_args(arguments)
-    known = json.loads(DATA.read_text()) if DATA.exists() else {}
-    seen = {package: tried(package) for package in PACKAGES}
-    if options.write:
-        DATA.write_text(json.dumps(seen, indent=1) + "\n")
-    for package, found in seen.items():
-        print(f"{package}: {'as in' if known.get(package) == found else 'differs from'} {DATA.name}")
-    return int(known != seen and not options.write)
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    DATA.write_text(json.dumps({package: tried(package) for package in PACKAGES}, indent=1) + "\n")

@@ -106,7 +106,7 @@ KNOWN: dict[str, Any] = json.loads(DATA.read_text())
 @pytest.mark.slow
 @pytest.mark.parametrize("package", KNOWN)
 def test_classes_that_step_on_each_parameter_by_itself(package: str) -> None:
-    """If this fails: python -m tests.core.optimizer_steps.separate_optimizers --write."""
+    """If this fails: python -m tests.core.optimizer_steps.separate_optimizers."""
     pytest.importorskip(package.replace("-", "_"))
     assert tried(package) == KNOWN[package]
 

@@ -1,6 +1,5 @@
 """In which dtypes parameters compute, and gradients accumulate, are summed and arrive."""
 
-import math
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 
 import shardkit.core as shardkit
 from shardkit.core.torch_compat import GRAD_DTYPE_DECIDES
-from tests.support import on_ranks, rank_mesh, run_ranks
+from tests.support import on_ranks, rank_mesh
 from tests.support.models import Composed
 from tests.support.twins import assert_equal
 
@@ -61,9 +60,9 @@ def _trained(api: Any, shape: tuple[int, ...], own: str, micro_batches: int, **p
     return seen
 
 
-def like_stock(rank: int, world_size: int, shape: tuple[int, ...], own: str, policy: dict[str, Any]) -> None:
+def _like_stock(shape: tuple[int, ...], own: str, policy: str) -> None:
     for micro_batches in (1, 3):
-        assert_equal(*(_trained(api, shape, own, micro_batches, **policy) for api in (shardkit, stock)))
+        assert_equal(*(_trained(api, shape, own, micro_batches, **POLICIES[policy]) for api in (shardkit, stock)))
 
 
 POLICIES = {
@@ -72,33 +71,30 @@ POLICIES = {
     "bfloat16-reduced-so": {"param_dtype": BFLOAT16, "reduce_dtype": BFLOAT16},
     "reduced-in-bfloat16": {"reduce_dtype": BFLOAT16},
 }
+DEFAULTS = [*POLICIES]
+for name in ("bfloat16", "bfloat16-reduced-so"):
+    POLICIES[f"{name}, biases kept"] = POLICIES[name] | {"param_dtype_override_fn": _keep_biases}
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_default_is_that_of_the_torch_installed(ranks: int, policy: str) -> None:
-    run_ranks(ranks, like_stock, (ranks,), "unset", POLICIES[policy])
-
-
-OVERRIDDEN = {
-    f"{name}, biases kept": POLICIES[name] | {"param_dtype_override_fn": _keep_biases}
-    for name in ("bfloat16", "bfloat16-reduced-so")
-}
+@pytest.mark.parametrize("policy", DEFAULTS)
+@on_ranks(1, 2)
+def test_default_is_that_of_the_torch_installed(rank: int, world_size: int, policy: str) -> None:
+    _like_stock((world_size,), "unset", policy)
 
 
 @since_2_15
 @pytest.mark.parametrize(
-    ("shape", "own", "policy"),
+    ("world_size", "own", "policy"),
     [
-        *(((2,), own, policy) for own in ("bfloat16", "float32", "None") for policy in POLICIES),
-        *(((2, 2), own, "bfloat16") for own in ("unset", "bfloat16", "None")),
-        *(((2,), "unset", policy) for policy in OVERRIDDEN),
+        *((2, own, policy) for own in ("bfloat16", "float32", "None") for policy in DEFAULTS),
+        *((4, own, "bfloat16") for own in ("unset", "bfloat16", "None")),
+        *((2, "unset", policy) for policy in POLICIES if policy not in DEFAULTS),
     ],
-    ids=str,
 )
-def test_dtypes_of_parameters(shape: tuple[int, ...], own: str, policy: str) -> None:
-    """A group whose parameters differ in `grad_dtype` is summed in the wider dtype."""
-    run_ranks(math.prod(shape), like_stock, shape, own, (POLICIES | OVERRIDDEN)[policy])
+@on_ranks()
+def test_dtypes_of_parameters(rank: int, world_size: int, own: str, policy: str) -> None:
+    """A group whose parameters differ in `grad_dtype` is summed in the wider dtype. Four ranks are two replicas."""
+    _like_stock((2, 2) if world_size == 4 else (2,), own, policy)
 
 
 # -- on every torch ----------------------------------------------------------------------------------------------------
