@@ -251,16 +251,6 @@ def test_optimizers_that_come_as_something_else(tmp_path, given: Callable[[torch
     assert torch.equal(other.state[model.weight]["momentum_buffer"], model.weight.grad)
 
 
-def test_what_is_no_optimizer():
-    model = torch.nn.Linear(3, 2)
-    with pytest.raises(TypeError, match="optimizer 0 is a Parameter, expected an Optimizer; pass optimizers"):
-        TrainingState(model, model.parameters())
-    with pytest.raises(TypeError, match="optimizer 1 is a Linear, expected an Optimizer"):
-        TrainingState(model, [torch.optim.SGD(model.parameters()), model])
-    with pytest.raises(TypeError, match="optimizer is a float, expected an Optimizer or several; pass"):
-        TrainingState(model, 0.1)
-
-
 def empty_groups(model: torch.nn.Module, *rates: float) -> torch.optim.Optimizer:
     return torch.optim.SGD(
         [{"params": [], "lr": rates[0]}, {"params": model.parameters(), "lr": rates[1]}, {"params": [], "lr": rates[2]}]

@@ -156,11 +156,9 @@ def save_two_steps(rank: int, world_size: int, path: Path, shape: tuple[int, ...
     return states
 
 
-def save_trained(
-    rank: int, world_size: int, path: Path | str, shape: tuple[int, ...], kind: type[Loader] = ElasticLoader
-) -> Any:
+def save_trained(rank: int, world_size: int, path: Path | str, shape: tuple[int, ...]) -> Any:
     """Takes two steps and saves; returns the state, and the position of the loader."""
-    trainee = Trainee(shape, seed=1, loader_kind=kind)
+    trainee = Trainee(shape, seed=1, loader_kind=ElasticLoader)
     trainee.train(2)
     with CheckpointManager(path) as manager:
         manager.save(2, trainee.state)
