@@ -3,9 +3,7 @@
 import os
 import re
 import shutil
-import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,52 +20,24 @@ def losses(*options: object, name: str = "train.py") -> list[float]:
     return [float(value) for value in re.findall(r"(?:loss |'loss': '?)([0-9.]+)", succeeded(command).stdout)]
 
 
-@pytest.fixture
-def nodes(tmp_path) -> Iterator[Path]:
-    """Two hosts, which are network namespaces of this one, and a directory with `srun` and `scontrol` for them."""
+@pytest.mark.skipif(shutil.which("ip") is None or shutil.which("unshare") is None, reason="needs ip and unshare")
+def test_the_slurm_script_trains_on_two_nodes(tmp_path: Path):
+    """Both are this host, in a network of their own, where the script's port is free."""
     pytest.importorskip("accelerate", reason="takes long, and `hatch run trainers:test` runs it")
-    if os.geteuid() or shutil.which("ip") is None:
-        pytest.skip("network namespaces need root and ip")
-    one, other = names = [f"recipe{os.getpid()}{letter}" for letter in "ab"]
-    if subprocess.run(["ip", "netns", "add", one], capture_output=True, check=False).returncode:
-        pytest.skip("this machine makes no network namespaces")
-    try:
-        for line in (
-            f"ip netns add {other}", f"ip link add {one} netns {one} type veth peer name {other} netns {other}",
-            f"ip -n {one} address add 10.77.0.1/24 dev {one}", f"ip -n {other} address add 10.77.0.2/24 dev {other}",
-            *(f"ip -n {name} link set {device} up" for name in (one, other) for device in ("lo", name)),
-        ):  # fmt: skip
-            subprocess.run(line.split(), check=True)
-        for name in names:  # of hosts, which `ip netns exec` shows as /etc/hosts
-            (Path("/etc/netns") / name).mkdir(parents=True)
-            (Path("/etc/netns") / name / "hosts").write_text(
-                f"127.0.0.1 localhost\n10.77.0.1 {one}\n10.77.0.2 {other}\n"
-            )
-        programs = {
-            "scontrol": f"echo {one}",
-            "srun": "\n".join(
-                f"GLOO_SOCKET_IFNAME={name} ip netns exec {name} unshare --uts "
-                f"""bash -c 'hostname {name} && exec "$@"' bash "$@" & {name}=$!"""
-                for name in names
-            ) + f"\nwait ${one} && wait ${other}",
-            "shardkit": f'exec {sys.executable} -m shardkit.core "$@"',
-            "torchrun": f'exec {sys.executable} -m torch.distributed.run "$@"',
-        }  # fmt: skip
-        for name, text in programs.items():
-            (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
-            (tmp_path / name).chmod(0o755)
-        yield tmp_path
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], check=False)
-            shutil.rmtree(Path("/etc/netns") / name, ignore_errors=True)
-
-
-def test_the_slurm_script_trains_on_two_nodes(nodes: Path):
-    script = [RECIPES / "slurm.sh", "--model", RECIPES / "llama-tiny.json", "--steps=20", "--out", nodes / "out"]
+    programs = {
+        "scontrol": "echo localhost",
+        "srun": '"$@" & other=$!; "$@" && wait $other',
+        "shardkit": f'exec {sys.executable} -m shardkit.core "$@"',
+        "torchrun": f'exec {sys.executable} -m torch.distributed.run "$@"',
+    }
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    alone = ["unshare", "--map-root-user", "--net", "bash", "-c", 'ip link set lo up && exec bash "$@"', "bash"]
+    script = [RECIPES / "slurm.sh", "--model", RECIPES / "llama-tiny.json", "--steps=20", "--out", tmp_path / "out"]
     job = {"SLURM_JOB_NODELIST": "a,b", "SLURM_NNODES": "2", "SLURM_JOB_ID": "7", "RANKS_PER_NODE": "1"}
-    job |= {"RECIPE": str(RECIPES / "train.py"), "PATH": f"{nodes}:{os.environ['PATH']}"}
-    done = succeeded(["bash", *script], **job)
+    job |= {"RECIPE": str(RECIPES / "train.py"), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = succeeded([*alone, *script], **job, PET_LOCAL_ADDR="localhost", GLOO_SOCKET_IFNAME="lo")
     assert "5 groups, 2 ranks" in done.stderr
     first, last = (float(value) for value in re.findall(r"loss ([0-9.]+)", done.stdout))
     assert last < first

@@ -27,21 +27,23 @@ class Generating(TrainerCallback):
 DATA = [{"input_ids": row, "labels": row} for row in (tokens(step, 0, batch=1)[0] for step in range(32))]
 
 
-def trainer_for(recording: Recording, directory, model, **settings) -> Trainer:
+def trainer_for(recording: Recording, directory, model, *callbacks: TrainerCallback, **settings) -> Trainer:
     arguments = TrainingArguments(
         output_dir=str(directory), per_device_train_batch_size=2, max_steps=4, logging_steps=1, learning_rate=1e-2,
         use_cpu=True, report_to=[], disable_tqdm=True, save_steps=2, seed=0, **settings,
     )  # fmt: skip
-    return Trainer(model, arguments, train_dataset=DATA, callbacks=[Noting(recording), Generating(recording)])
+    return Trainer(model, arguments, train_dataset=DATA, callbacks=[Noting(recording), *callbacks])
+
+
+def in_fsdp2(recording: Recording, directory) -> Trainer:
+    model = tiny_llama(tie_word_embeddings=False)
+    return trainer_for(recording, directory, model, Generating(recording), fsdp=True, fsdp_config=FSDP)
 
 
 FSDP = {
-    "fsdp": True,
-    "fsdp_config": {
-        "version": 2,
-        "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
-        "state_dict_type": "SHARDED_STATE_DICT",
-    },
+    "version": 2,
+    "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
+    "state_dict_type": "SHARDED_STATE_DICT",
 }
 
 
@@ -54,11 +56,7 @@ def native(recording: Recording, options) -> None:
     dist.barrier()
     model = LlamaForCausalLM.from_pretrained(saved, distributed_config=DistributedConfig(fsdp_size=2))
     recording.note("sharded modules", sharded_modules(model))
-    settings = TrainingArguments(
-        output_dir=str(options.own), per_device_train_batch_size=2, max_steps=4, logging_steps=1, learning_rate=1e-2,
-        use_cpu=True, report_to=[], disable_tqdm=True, save_strategy="no", seed=0, gradient_accumulation_steps=2,
-    )  # fmt: skip
-    Trainer(model, settings, train_dataset=DATA, callbacks=[Noting(recording)]).train()
+    trainer_for(recording, options.own, model, save_strategy="no", gradient_accumulation_steps=2).train()
     recording.end(model)
 
 
@@ -71,13 +69,13 @@ def main() -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
     if not options.only_across:
         recording.begin("FSDP2")
-        trainer = trainer_for(recording, options.own, tiny_llama(tie_word_embeddings=False), **FSDP)
+        trainer = in_fsdp2(recording, options.own)
         trainer.train()
         recording.note("sharded modules", sharded_modules(trainer.model_wrapped))
         recording.end(trainer.model_wrapped)
     for case, checkpoints in resumptions(options).items():
         recording.begin(case)
-        trainer = trainer_for(recording, options.own / case, tiny_llama(tie_word_embeddings=False), **FSDP)
+        trainer = in_fsdp2(recording, options.own / case)
         trainer.train(resume_from_checkpoint=str(checkpoints / "checkpoint-2"))
         recording.end(trainer.model_wrapped)
     recording.save(options.out)

@@ -9,7 +9,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 from transformers.distributed import DistributedConfig
 from transformers.distributed.checkpoint import load_optimizer_distributed, save_optimizer_distributed
 
-CASE, SIZES = "experts over 2", {"fsdp_size": 2, "ep_size": 2}
+SIZES = {"fsdp_size": 2, "ep_size": 2}
 
 
 def mixtral() -> MixtralForCausalLM:
@@ -67,7 +67,7 @@ def main() -> None:
         mixtral().save_pretrained(start)
     dist.barrier()
     if not options.only_across:
-        recording.begin(CASE)
+        recording.begin("experts over 2")
         model = MixtralForCausalLM.from_pretrained(start, distributed_config=DistributedConfig(**SIZES))
         recording.note("sharded modules", sharded_modules(model))
         optimizer = adamw(model)
@@ -76,7 +76,7 @@ def main() -> None:
         save(options.own, model, optimizer)
         recording.end(model)
     for case, place in resumptions(options).items():
-        recording.begin(f"{CASE}, {case}")
+        recording.begin(case)
         go_on(recording, place)
     recording.save(options.out)
 
