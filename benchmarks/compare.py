@@ -101,7 +101,7 @@ def _configurations(args: argparse.Namespace) -> list[tuple[str, int]]:
         return [(args.model, args.world_size or 2)]
     every = CONFIGURATIONS[args.optimizer]
     if args.device == "cuda":  # a model that fills the GPUs, and one that the host bounds
-        every = [("gpt-1b", max(1, torch.cuda.device_count())), ("deep-narrow", 1)]
+        every = [("llama-1b", max(1, torch.cuda.device_count())), ("deep-narrow", 1)]
     return [(model, world) for model, world in every if args.world_size in (None, world)]
 
 

@@ -90,6 +90,73 @@ def with_lora(gpt: GPT, rank: int) -> GPT:
 
 
 @dataclass(frozen=True)
+class LlamaShape:
+    """Sizes of a Llama: `kv_heads` heads of keys and values serve `heads` heads of queries."""
+
+    vocabulary: int
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    hidden: int
+
+
+class LlamaBlock(Block):
+    def __init__(self, shape: LlamaShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.head = shape.width // shape.heads
+        self.norm1 = nn.RMSNorm(shape.width)
+        self.query = nn.Linear(shape.width, shape.width, bias=False)
+        self.key = nn.Linear(shape.width, shape.kv_heads * self.head, bias=False)
+        self.value = nn.Linear(shape.width, shape.kv_heads * self.head, bias=False)
+        self.proj = nn.Linear(shape.width, shape.width, bias=False)
+        self.norm2 = nn.RMSNorm(shape.width)
+        self.gate = nn.Linear(shape.width, shape.hidden, bias=False)
+        self.up = nn.Linear(shape.width, shape.hidden, bias=False)
+        self.down = nn.Linear(shape.hidden, shape.width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self._attention(self.norm1(x))
+        h = self.norm2(x)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+    def _attention(self, x: torch.Tensor) -> torch.Tensor:
+        batch, context, width = x.shape
+        query = _rotated(self.query(x).view(batch, context, -1, self.head).transpose(1, 2))
+        key = _rotated(self.key(x).view(batch, context, -1, self.head).transpose(1, 2))
+        value = self.value(x).view(batch, context, -1, self.head).transpose(1, 2)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        return self.proj(mixed.transpose(1, 2).reshape(batch, context, width))
+
+
+class Llama(nn.Module):
+    def __init__(self, shape: LlamaShape) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(shape.vocabulary, shape.width)
+        self.blocks = nn.ModuleList(LlamaBlock(shape) for _ in range(shape.layers))
+        self.norm = nn.RMSNorm(shape.width)
+        self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x)).float()
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def _rotated(x: torch.Tensor) -> torch.Tensor:
+    """Rotary position embedding over (batch, heads, context, head)."""
+    context, head = x.shape[-2:]
+    frequencies = 10000.0 ** (-torch.arange(0, head, 2, device=x.device) / head)
+    angles = torch.outer(torch.arange(context, device=x.device), frequencies)
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    even, odd = x.chunk(2, dim=-1)
+    return torch.cat((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
+
+
+@dataclass(frozen=True)
 class Workload:
     """`build` makes the network on the default device; `bf16`: parameters in bfloat16, reduction in float32.
 
@@ -114,9 +181,9 @@ class Workload:
 
 
 def _gpt(
-    *, vocabulary: int, context: int, width: int, heads: int, hidden: Sequence[int], batch: int, **more: bool
+    *, vocabulary: int, context: int, width: int, heads: int, hidden: Sequence[int], batch: int, bf16: bool = False
 ) -> Workload:
-    return Workload(lambda: GPT(vocabulary, context, width, heads, hidden), vocabulary, batch, context, **more)
+    return Workload(lambda: GPT(vocabulary, context, width, heads, hidden), vocabulary, batch, context, bf16)
 
 
 OPTIMIZERS = {
@@ -125,6 +192,7 @@ OPTIMIZERS = {
 }
 
 _LORA_RANK = 24
+_LLAMA_1B = LlamaShape(vocabulary=32000, layers=16, width=2048, heads=32, kv_heads=8, hidden=8192)
 
 WORKLOADS: dict[str, Workload] = {
     "gpt-34m": _gpt(vocabulary=8192, context=128, width=512, heads=8, hidden=(2048,) * 8, batch=2),
@@ -138,9 +206,7 @@ WORKLOADS: dict[str, Workload] = {
     "moe-like": _gpt(
         vocabulary=2048, context=128, width=256, heads=4, hidden=(256, 8192, 512, 16384, 256, 12288), batch=1
     ),
-    "gpt-1b": _gpt(
-        vocabulary=32000, context=1024, width=2048, heads=32, hidden=(8192,) * 16, batch=2, bf16=True, gpu_only=True
-    ),
+    "llama-1b": Workload(lambda: Llama(_LLAMA_1B), 32000, batch=2, context=1024, bf16=True, gpu_only=True),
     "tiny": _gpt(vocabulary=61, context=8, width=12, heads=2, hidden=(48, 20), batch=2),
 }
 """`tiny` measures nothing; it shows that the comparison itself works."""

@@ -39,7 +39,7 @@ def hidden(place: Place) -> dict[str, Any]:
         for offloads in (False, True):
             policy = ENGINES[engine].CPUOffloadPolicy(pin_memory=not ON_CPU)
             options = {"offload_policy": policy} if offloads else {}
-            made = trainer(engine, NETWORKS["wide"], place, bf16=True, **options)
+            made = trainer(engine, NETWORKS["llama"], place, bf16=True, **options)
             name = f"{engine}{', offloaded' if offloads else ''}"
             works[name] = made.without_update
             sizes[name] = sum(p.to_local().nbytes for p in made.network.parameters())
@@ -102,7 +102,7 @@ def activations(place: Place) -> dict[str, Any]:
 
 def _with_activations(place: Place, moves: bool) -> dict[str, float]:
     empty_cache()
-    made = trainer("ours", NETWORKS["gpt-1.1b"], place, bf16=True)
+    made = trainer("ours", NETWORKS["llama-1.3b"], place, bf16=True)
     offload = None
     if moves:
         directory, least = (place.directory, 1) if ON_CPU else (None, MIB)

@@ -62,10 +62,10 @@ _STEPS = (
 _FAILED = Check("a launch that fails", "right:failed_launch")
 _MEMORY = tuple(
     Check(f"{model}, {precision}", "memory:peaks", (model, precision))
-    for model in ("uniform", "wide", "uneven")
+    for model in ("uniform", "llama", "uneven")
     for precision in ("fp32", "bf16")
 )
-_SPEED = tuple(Check(model, "speed:turns", (model,)) for model in ("gpt-1.1b", "deep", "uneven"))
+_SPEED = tuple(Check(model, "speed:turns", (model,)) for model in ("llama-1.3b", "deep", "uneven"))
 _PROFILES = tuple(Check(f"profile of {engine}", "speed:profile", (engine,)) for engine in ("ours", "stock"))
 _GRAPHS = tuple(
     Check(f"{engine}{', kept after forward' if kept else ''}", "graphs:replayed", (engine, kept))

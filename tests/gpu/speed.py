@@ -28,7 +28,7 @@ def turns(place: Place, model: str) -> dict[str, Any]:
 
 def profile(place: Place, engine: str) -> dict[str, Any]:
     """Kernels and gaps by stream over three steps; leaves the profile in the results if it is not too large."""
-    one = trainer(engine, NETWORKS["gpt-1.1b"], place, bf16=True)
+    one = trainer(engine, NETWORKS["llama-1.3b"], place, bf16=True)
     for _ in range(3):
         one.step()
     synchronize()

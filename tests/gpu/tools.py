@@ -57,7 +57,7 @@ def _estimated(model: str, world: int, bf16: bool, described: Any) -> dict[str, 
         torch.optim.AdamW,
         loss=lambda output, batch: output,
         policies=Policies(
-            wrap=("GPTBlock",),
+            wrap=("LlamaBlock",) if "llama" in model else ("GPTBlock",),
             param_dtype=precision[0],
             reduce_dtype=precision[1],
         ),

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed.fsdp as stock
-from side_by_side.networks import GPT, Block
+from side_by_side.networks import GPT, Block, Llama, LlamaShape
 from torch import nn
 
 import shardkit.core as ours
@@ -40,16 +40,22 @@ def _gpt(vocabulary: int, width: int, hidden: Sequence[int], batch: int, context
     return Network(lambda: GPT(vocabulary, context, width, max(1, width // 64), hidden), vocabulary, batch, context)
 
 
+def _llama(layers: int, width: int, hidden: int, batch: int, context: int, vocabulary: int = 32000) -> Network:
+    shape = LlamaShape(vocabulary, layers, width, heads=width // 64, kv_heads=width // 256, hidden=hidden)
+    return Network(lambda: Llama(shape), vocabulary, batch, context)
+
+
 NETWORKS = {
     "uniform": _gpt(8192, 1024, (4096,) * 12, 2, 512),
-    "wide": _gpt(32000, 2048, (8192,) * 8, 1, 512),
-    "gpt-1.1b": _gpt(32000, 2048, (8192,) * 20, 2, 2048),
+    "llama": _llama(8, 2048, 8192, 1, 512),
+    "llama-1.3b": _llama(20, 2048, 8192, 2, 2048),
     "tiny": _gpt(67, 64, (192, 99), 2, 8),
     "deep": _gpt(256, 256, (1024,) * 64, 4, 64),
     "uneven": _gpt(2048, 512, (512, 16384, 1024, 32768, 512, 24576), 4, 256),
 }
 if ON_CPU:
     NETWORKS = {name: _gpt(61, 64, (64, 96), 1, 8) for name in NETWORKS}
+    NETWORKS["llama"] = NETWORKS["llama-1.3b"] = _llama(2, 256, 64, 1, 8, vocabulary=61)
 
 
 @dataclass
