@@ -14,8 +14,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardkit.core import fully_shard
 from shardkit.core.checkpoint import full_state_dict, load_full_state_dict, save_full_state_dict
@@ -23,6 +21,7 @@ from shardkit.core.checkpoint.sources import open_source
 from tests.core.checkpoint.trainee import Extra
 from tests.support import on_ranks, rank_mesh, run_ranks
 from tests.support.twins import differences
+from tests.tools.measured import Meter
 
 
 class Model(nn.Module):
@@ -170,25 +169,16 @@ def test_a_file_is_not_read_before_it_is_needed(directory):
     assert psutil.Process().memory_info().rss - resident < 64 * 2**20
 
 
-class PeakMemory(TorchDispatchMode):
-    """The most bytes that were alive at once in memory which operators allocated inside."""
+class NewMemory(Meter):
+    """Counts what is not there already."""
 
     def __init__(self, existing):
         super().__init__()
         self.existing = {tensor.untyped_storage().data_ptr() for tensor in existing}
-        self.storages = {}
-        self.peak = 0
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, list | tuple) else [result]:
-            if type(tensor) is torch.Tensor:
-                storage = tensor.untyped_storage()
-                if storage.data_ptr() not in self.existing:
-                    self.storages[storage.data_ptr()] = (StorageWeakRef(storage), storage.nbytes())
-        alive = [nbytes for reference, nbytes in self.storages.values() if not reference.expired()]
-        self.peak = max(self.peak, sum(alive))
-        return result
+    def keep(self, tensor):
+        if tensor.untyped_storage().data_ptr() not in self.existing:
+            super().keep(tensor)
 
 
 FEATURES = 64
@@ -210,11 +200,11 @@ def check_bytes(rank, world_size):
     source = {name: p.full_tensor().detach() for name, p in big_model(world_size, 5).named_parameters()}
     model = big_model(world_size)
     existing = [*source.values(), *(p.to_local().detach() for p in model.parameters())]
-    with PeakMemory(existing) as watch:
+    with NewMemory(existing) as watch:
         load_full_state_dict(model, source if rank == 0 else None)
     limit = full_bytes if rank == 0 else piece_bytes
     assert watch.peak <= limit, f"rank {rank} held {watch.peak} new bytes while loading, expected at most {limit}"
-    with PeakMemory(existing) as watch:
+    with NewMemory(existing) as watch:
         state = full_state_dict(model)
     # Rank 0 keeps the result; beyond it there is one piece at most.
     limit = len(source) * full_bytes + piece_bytes if rank == 0 else piece_bytes

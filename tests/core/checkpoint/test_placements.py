@@ -25,8 +25,10 @@ from shardkit.core import Blocks, Owned, full_state_dict, load_full_state_dict, 
 from shardkit.core.checkpoint import CheckpointManager, TrainingState
 from shardkit.core.checkpoint.command import main
 from shardkit.core.torch_compat import local_of
+from tests.core.checkpoint.trainee import whole
 from tests.support import on_ranks, rank_mesh, run_ranks
 from tests.support.sharding import shard_each
+from tests.support.twins import assert_equal
 
 LAYOUTS = ["owned", "rows", "elements"]
 
@@ -74,11 +76,6 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> Non
         optimizer.zero_grad()
 
 
-def whole(value: torch.Tensor) -> torch.Tensor:
-    full = value.full_tensor() if hasattr(value, "full_tensor") else value
-    return full.detach().clone()
-
-
 def contents(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """Everything as whole tensors, by way of the parameters: an owner's state is sent to all."""
     found = {name: whole(value) for name, value in model.state_dict().items()}
@@ -87,12 +84,6 @@ def contents(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, to
             value = optimizer.state.get(parameter, {}).get(key)
             found[f"{name}.{key}"] = whole(torch.zeros_like(parameter) if value is None else value)
     return found
-
-
-def same(seen: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert seen.keys() == expected.keys()
-    for name, value in expected.items():
-        assert torch.equal(seen[name], value), name
 
 
 def made(layout: str, world_size: int, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -160,7 +151,7 @@ def test_checkpoints_go_from_any_layout_to_any(
     expected = run_ranks(world_size, save, how, layout, tmp_path / "saved")[0]
     for how, layout, world_size in loaded:
         for seen in run_ranks(world_size, load, how, layout, tmp_path / "saved"):
-            same(seen, expected)
+            assert_equal(seen, expected)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -168,17 +159,17 @@ def test_checkpoints_go_from_any_layout_to_any(
 def test_full_state_dicts(rank: int, world_size: int, layout: str) -> None:
     expected = weights(build("shard", world_size, 1))
     model = build(layout, world_size, 1)
-    same(full_state_dict(model, rank0_only=False), expected)
-    same(get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)), expected)
+    assert_equal(full_state_dict(model, rank0_only=False), expected)
+    assert_equal(get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)), expected)
     other = build(layout, world_size, 2)
     load_full_state_dict(other, expected if rank == 0 else None)
-    same(weights(other), expected)
+    assert_equal(weights(other), expected)
     more = {name: value + 1 for name, value in expected.items()}
     load_full_state_dict(other, more if rank == 0 else None, assign=True)
-    same(weights(other), more)
+    assert_equal(weights(other), more)
     train(other, adamw(other), 1)
     other.load_state_dict(copy.deepcopy(model.state_dict()))
-    same(weights(other), expected)
+    assert_equal(weights(other), expected)
 
 
 @on_ranks(2)
@@ -209,13 +200,13 @@ def test_files_for_others_and_from_others(layout: str, tmp_path) -> None:
     assert main(["verify", str(tmp_path / "run")]) == 0
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "hf")]) == 0
     (file,) = (tmp_path / "hf").glob("*.safetensors")
-    same(load_file(file), expected)
+    assert_equal(load_file(file), expected)
     assert main(["reshard", str(tmp_path / "run"), str(tmp_path / "five"), "--ranks", "5"]) == 0
     assert main(["diff", str(tmp_path / "run"), str(tmp_path / "five")]) == 0
     assert main(["import", str(tmp_path / "hf"), str(tmp_path / "back")]) == 0
     save_file(expected, tmp_path / "whole.safetensors")
     for source in ("five", "back", "whole.safetensors"):
-        same(run_ranks(2, read, layout, tmp_path / source)[0], expected)
+        assert_equal(run_ranks(2, read, layout, tmp_path / source)[0], expected)
 
 
 @pytest.mark.parametrize(
@@ -237,7 +228,7 @@ def test_whole_optimizer_state_of_any_placements_goes_into_shards(
     resumed = adamw(resumed_model)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
     set_optimizer_state_dict(resumed_model, resumed, copy.deepcopy(full[0]), options=options)
-    same(contents(resumed_model, resumed), expected)
+    assert_equal(contents(resumed_model, resumed), expected)
 
 
 @on_ranks(2)

@@ -129,10 +129,10 @@ class Trainee:
     def full(self) -> dict[str, Any]:
         """Everything that does not depend on the rank, gathered, in plain values. Collective."""
         names = {id(p): name for name, p in self.model.named_parameters()}
-        values = {f"model.{name}": _full(one) for name, one in self.model.state_dict().items()}
+        values = {f"model.{name}": whole(one) for name, one in self.model.state_dict().items()}
         for p, state in self.optimizer.state.items():
-            values |= {f"optimizer.{names[id(p)]}.{key}": _full(one) for key, one in state.items()}
-        values |= {f"average.{name}": _full(one) for name, one in self.average.values.items()}
+            values |= {f"optimizer.{names[id(p)]}.{key}": whole(one) for key, one in state.items()}
+        values |= {f"average.{name}": whole(one) for name, one in self.average.values.items()}
         values["groups"] = [
             {key: one for key, one in group.items() if key != "params"} for group in self.optimizer.param_groups
         ]
@@ -172,7 +172,8 @@ def restore(rank: int, world_size: int, path: Path | str, source: Path | None = 
     return trainee.full()
 
 
-def _full(value: Any) -> Any:
+def whole(value: Any) -> Any:
+    """A copy of a tensor, gathered if it is sharded, or a plain value."""
     if isinstance(value, DTensor):
         value = value.full_tensor()
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
