@@ -4,8 +4,9 @@
 """
 
 from collections import defaultdict
+from typing import Any
 
-from tests.core.random_programs.program import Act, Block, Call, Micro, Policy, Program, Side, Step, Wrap
+from tests.core.random_programs.program import Act, Block, Call, Micro, Op, Policy, Program, Side, Step, Wrap
 from tests.core.random_programs.ranks import run_programs
 from tests.core.random_programs.strategies import FromSeed, drawn_program
 
@@ -39,17 +40,27 @@ ALPHA = (Wrap(("alpha",)), Wrap(("",)))
 BOTH = (Wrap(("alpha",)), Wrap(("beta",)), Wrap(("",)))
 
 
-def _chain(first: Block, *between: str, **fields: object) -> Program:
+def _root(*ops: Op, policy: Policy = Program.policy, steps: tuple[Step, ...] = Program.steps, **fields: Any) -> Program:
+    """``fields`` are those of the root; ``blocks`` are its children."""
+    return Program(Block(ops=ops, **fields), policy, steps)
+
+
+def _chain(first: Block, *between: str, **fields: Any) -> Program:
     """Two sharded blocks, one after the other; rank 1 sends its shards late."""
-    root = Block(ops=("linear", Call("alpha"), *between, Call("beta"), "linear"), blocks=(first, LINEAR))
-    return Program(root, **{"policy": Policy(wraps=BOTH, late=1), **fields})  # type: ignore[arg-type]
+    ops = ("linear", Call("alpha"), *between, Call("beta"), "linear")
+    return _root(*ops, blocks=(first, LINEAR), **{"policy": Policy(wraps=BOTH, late=1), **fields})
 
 
-def _once(micro: Micro) -> tuple[Step, ...]:
-    return (Step((micro,)), Step())
+def _only(**fields: Any) -> tuple[Step, ...]:
+    """A step of one micro-batch."""
+    return (Step((Micro(**fields),)),)
 
 
-SIDE_OUTPUT = Block(ops=("linear", Call("alpha")), blocks=(Block("alpha", ops=("linear", Side(), "tanh")),))
+def _once(**fields: Any) -> tuple[Step, ...]:
+    return (*_only(**fields), Step())
+
+
+SIDE_OUTPUT = (Block("alpha", ops=("linear", Side(), "tanh")),)
 
 FOUND = {
     "a view, changed in place by the caller": _chain(Block("alpha", ops=("linear", "view")), "add_"),
@@ -57,159 +68,129 @@ FOUND = {
         Block("alpha", ops=("linear", "view"), hooks=("in_place",)),
         policy=Policy(wraps=BOTH, late=1, hooks_first=False),
     ),
-    "a recomputation with explicit lists, whose output is detached, within a budget": Program(
-        Block(
-            ops=("table", Call("beta", checkpoint="plain")),
-            blocks=(
-                Block(
-                    "beta",
-                    ops=("trap", Call("alpha"), Call("beta", no_grad=True), "linear", "detach"),
-                    blocks=(Block("alpha", ops=(Side(),)), Block("beta")),
-                ),
+    "a recomputation with explicit lists, whose output is detached, within a budget": _root(
+        *("table", Call("beta", checkpoint="plain")),
+        blocks=(
+            Block(
+                "beta",
+                ops=("trap", Call("alpha"), Call("beta", no_grad=True), "linear", "detach"),
+                blocks=(Block("alpha", ops=(Side(),)), Block("beta")),
             ),
         ),
         policy=Policy(
             world=4, wraps=(Wrap(("beta",)), Wrap(("beta.beta",)), Wrap(("",))), budget=8000, lists="reversed"
         ),
     ),
-    "a view from the root, changed in place": Program(
-        Block(ops=("linear", "expand")), steps=_once(Micro(change=("add_",)))
-    ),
-    "the side output of a root whose output has no parameter": Program(Block(ops=(Side(),))),
-    "the output of the root kept on the module": Program(Block(ops=("linear",), form="attribute")),
-    "backward of a side output of the root's group, then of its output": Program(
-        Block(ops=("linear", Call("alpha")), blocks=(Block("alpha", ops=(Side(), "trap")),)),
+    "a view from the root, changed in place": _root("linear", "expand", steps=_once(change=("add_",))),
+    "the side output of a root whose output has no parameter": _root(Side()),
+    "the output of the root kept on the module": _root("linear", form="attribute"),
+    "backward of a side output of the root's group, then of its output": _root(
+        *("linear", Call("alpha")),
+        blocks=(Block("alpha", ops=(Side(), "trap")),),
         steps=(Step((Micro(), Micro(sides="first"))),),
     ),
-    "a side output that is read while its gather is under way": Program(
-        Block(
-            ops=("bias", Call("alpha")),
-            blocks=(
-                Block(
-                    "alpha",
-                    ops=("view", Call("beta"), "table", "double"),
-                    blocks=(Block("beta", ops=(Side(),)),),
-                ),
-            ),
-        ),
-        Policy(wraps=(Wrap(("alpha.beta",)), Wrap(("",))), late=1),
+    "a side output that is read while its gather is under way": _root(
+        *("bias", Call("alpha")),
+        blocks=(Block("alpha", ops=("view", Call("beta"), "table", "double"), blocks=(Block("beta", ops=(Side(),)),)),),
+        policy=Policy(wraps=(Wrap(("alpha.beta",)), Wrap(("",))), late=1),
     ),
-    "backward of a side output alone": Program(
-        SIDE_OUTPUT, Policy(wraps=ALPHA, late=1), (Step((Micro(sides="only"),)),)
+    "backward of a side output alone": _root(
+        *("linear", Call("alpha")), blocks=SIDE_OUTPUT, policy=Policy(wraps=ALPHA, late=1), steps=_only(sides="only")
     ),
-    "backward of a side output first": Program(SIDE_OUTPUT, Policy(wraps=ALPHA), (Step((Micro(sides="first"),)),)),
+    "backward of a side output first": _root(
+        *("linear", Call("alpha")), blocks=SIDE_OUTPUT, policy=Policy(wraps=ALPHA), steps=_only(sides="first")
+    ),
     "a side output under a checkpoint": _chain(
         Block(
             "alpha", ops=(Call("beta", checkpoint="plain"),), blocks=(Block("beta", ops=("linear", "tanh", Side())),)
         ),
         policy=Policy(wraps=(Wrap(("alpha.beta",)), Wrap(("",)))),
     ),
-    "the penalty of a weight, backward of it last": Program(
-        Block(ops=(Side(of="weight"),)), steps=_once(Micro(sides="last", inputs=True))
+    "the penalty of a weight, backward of it last": _root(Side("weight"), steps=_once(sides="last", inputs=True)),
+    "the penalty of a weight, backward of it twice": _root("gain", Side("weight"), steps=_once(twice=True)),
+    "the penalty of a gradient, elementwise": _root(
+        Call("alpha"), blocks=(Block("alpha", ops=("scale",)),), steps=_once(by="penalty", inputs=True)
     ),
-    "the penalty of a weight, backward of it twice": Program(
-        Block(ops=("gain", Side(of="weight"))), steps=_once(Micro(twice=True))
-    ),
-    "the penalty of a gradient, elementwise": Program(
-        Block(ops=(Call("alpha"),), blocks=(Block("alpha", ops=("scale",)),)),
-        steps=_once(Micro(by="penalty", inputs=True)),
-    ),
-    "the penalty of a gradient": Program(
-        Block(ops=("linear", "tanh")), steps=(Step((Micro(), Micro(by="penalty", inputs=True))),)
-    ),
+    "the penalty of a gradient": _root(*("linear", "tanh"), steps=(Step((Micro(), Micro(by="penalty", inputs=True))),)),
     **{
-        f"several forwards with side outputs, then their backwards, {order}": Program(
-            Block(ops=ops), steps=(Step((Micro(forwards=3, order=order, inputs=True),)),)
+        f"several forwards with side outputs, then their backwards, {order}": _root(
+            *ops, steps=_only(forwards=3, order=order, inputs=True)
         )
         for order, ops in (("each", ("linear", Side())), ("reversed", (Side(place="closure"),)))
     },
-    "backward of a side output that reads no parameter": Program(
-        Block(
-            ops=("table", "linear", Call("alpha"), "spare"),
-            blocks=(Block("alpha", ops=(Side(of="x", place="closure"), "mlp", "mlp")),),
-        ),
+    "backward of a side output that reads no parameter": _root(
+        *("table", "linear", Call("alpha"), "spare"),
+        blocks=(Block("alpha", ops=(Side(of="x", place="closure"), "mlp", "mlp")),),
         steps=(Step((Micro(order="each", sides="first"),), zero="keep"),),
     ),
-    "a side output of a block without parameters, over several forwards": Program(
-        Block(ops=("linear", Call("alpha", use="twice")), blocks=(Block("alpha", ops=("trap", Side(of="x"))),)),
-        Policy(wraps=ALPHA, late=1),
-        (Step((Micro(forwards=3, sides="only", inputs=True),)),),
+    "a side output of a block without parameters, over several forwards": _root(
+        *("linear", Call("alpha", use="twice")),
+        blocks=(Block("alpha", ops=("trap", Side(of="x"))),),
+        policy=Policy(wraps=ALPHA, late=1),
+        steps=_only(forwards=3, sides="only", inputs=True),
     ),
     **{
-        f"a {extra} kept on the module, read by the caller": Program(
-            Block(
-                ops=("linear", Call("alpha", use="both", no_grad=True), Call("beta"), "linear"),
-                blocks=(Block("alpha", ops=("linear",), form="attribute", extra=extra), LINEAR),
-            ),
-            Policy(wraps=BOTH, depth=0, late=1),
+        f"a {extra} kept on the module, read by the caller": _root(
+            *("linear", Call("alpha", use="both", no_grad=True), Call("beta"), "linear"),
+            blocks=(Block("alpha", ops=("linear",), form="attribute", extra=extra), LINEAR),
+            policy=Policy(wraps=BOTH, depth=0, late=1),
         )
         for extra in ("weight", "weight_view")
     },
-    "a view of the root's weight kept on it, read by the loop": Program(
-        Block(ops=("linear",), form="attribute", extra="weight_view"), Policy(wraps=(Wrap(("",), reshard=True),))
+    "a view of the root's weight kept on it, read by the loop": _root(
+        "linear", form="attribute", extra="weight_view", policy=Policy(wraps=(Wrap(("",), reshard=True),))
     ),
-    "a view of a weight out of a block without grad, recomputed": Program(
-        Block(
-            ops=("tanh", Call("alpha", checkpoint="plain")),
-            blocks=(
-                Block(
-                    "alpha",
-                    ops=("linear", Call("alpha"), Call("alpha", use="both", no_grad=True), "scale"),
-                    blocks=(Block("alpha", ops=("linear",), form="tuple", extra="weight_view"),),
-                ),
+    "a view of a weight out of a block without grad, recomputed": _root(
+        *("tanh", Call("alpha", checkpoint="plain")),
+        blocks=(
+            Block(
+                "alpha",
+                ops=("linear", Call("alpha"), Call("alpha", use="both", no_grad=True), "scale"),
+                blocks=(Block("alpha", ops=("linear",), form="tuple", extra="weight_view"),),
             ),
         ),
-        Policy(wraps=(Wrap(("alpha",)), Wrap(("alpha.alpha",)))),
+        policy=Policy(wraps=(Wrap(("alpha",)), Wrap(("alpha.alpha",)))),
     ),
-    "a side output in a closure": Program(Block(ops=(Side(place="closure"),))),
-    "a side output in a closure, of a module with two names": Program(
-        Block(
-            ops=(Call("beta"), "bias"),
-            blocks=(Block("alpha", ops=("transpose", Side(place="closure"))), Block("beta", same="alpha")),
-        ),
-        steps=(Step((Micro(sides="first", inputs=True, between=(Act("no_grad"),)),)), Step()),
+    "a side output in a closure": _root(Side(place="closure")),
+    "a side output in a closure, of a module with two names": _root(
+        *(Call("beta"), "bias"),
+        blocks=(Block("alpha", ops=("transpose", Side(place="closure"))), Block("beta", same="alpha")),
+        steps=_once(sides="first", inputs=True, between=(Act("no_grad"),)),
     ),
-    "a parameter that comes out of a block without grad": Program(
-        Block(
-            ops=("scale", Call("alpha", use="both", no_grad=True)),
-            blocks=(Block("alpha", form="dataclass", extra="weight"),),
-        ),
-        Policy(wraps=ALPHA),
+    "a parameter that comes out of a block without grad": _root(
+        *("scale", Call("alpha", use="both", no_grad=True)),
+        blocks=(Block("alpha", form="dataclass", extra="weight"),),
+        policy=Policy(wraps=ALPHA),
     ),
-    "a side output of a block, behind a root that keeps its parameters, backward of it last": Program(
-        Block(ops=("tanh", "linear", Call("alpha"), "scale"), blocks=(Block("alpha", ops=(Side(place="dict"),)),)),
-        Policy(world=3, wraps=(Wrap(("alpha",), reshard=False), Wrap(("",), reshard=False)), depth=0),
-        (Step(), Step((Micro(order="reversed", sides="last", inputs=True),), update=False)),
+    "a side output of a block, behind a root that keeps its parameters, backward of it last": _root(
+        *("tanh", "linear", Call("alpha"), "scale"),
+        blocks=(Block("alpha", ops=(Side(place="dict"),)),),
+        policy=Policy(world=3, wraps=(Wrap(("alpha",), reshard=False), Wrap(("",), reshard=False)), depth=0),
+        steps=(Step(), Step((Micro(order="reversed", sides="last", inputs=True),), update=False)),
     ),
-    "a group of modules of which one never runs, in a reentrant checkpoint, backward twice": Program(
-        Block(
-            ops=(Call("alpha", checkpoint="reentrant"),),
-            blocks=(Block("alpha", ops=("mlp",)), Block("gamma", form="list", extra="weight_view")),
-        ),
-        Policy(wraps=(Wrap(("alpha", "gamma")), Wrap(("",)))),
-        (Step((Micro(order="each", sides="only", twice=True, inputs=True),)),),
+    "a group of modules of which one never runs, in a reentrant checkpoint, backward twice": _root(
+        Call("alpha", checkpoint="reentrant"),
+        blocks=(Block("alpha", ops=("mlp",)), Block("gamma", form="list", extra="weight_view")),
+        policy=Policy(wraps=(Wrap(("alpha", "gamma")), Wrap(("",)))),
+        steps=_only(order="each", sides="only", twice=True, inputs=True),
     ),
-    "a recomputation that ends inside of a wrapped module without parameters": Program(
-        Block(
-            ops=("linear", Call("alpha"), Call("alpha", checkpoint="reentrant"), "trap"),
-            blocks=(
-                Block(
-                    "alpha",
-                    ops=(Call("first"), Call("second")),
-                    blocks=(Block("first"), Block("second", ops=("trap", Side("weight")))),
-                ),
+    "a recomputation that ends inside of a wrapped module without parameters": _root(
+        *("linear", Call("alpha"), Call("alpha", checkpoint="reentrant"), "trap"),
+        blocks=(
+            Block(
+                "alpha",
+                ops=(Call("first"), Call("second")),
+                blocks=(Block("first"), Block("second", ops=("trap", Side("weight")))),
             ),
         ),
-        Policy(wraps=(Wrap(("alpha",)), Wrap(("alpha.first",)), Wrap(("alpha.second",)), Wrap(("",))), depth=0),
-        _once(Micro(forwards=2, order="reversed")),
+        policy=Policy(wraps=(Wrap(("alpha",)), Wrap(("alpha.first",)), Wrap(("alpha.second",)), Wrap(("",))), depth=0),
+        steps=_once(forwards=2, order="reversed"),
     ),
-    "side outputs of two forwards, whose recomputations read the root": Program(
-        Block(
-            ops=(Call("alpha", checkpoint="plain"), "detach"),
-            blocks=(Block("alpha", ops=("bias", Call("alpha")), blocks=(Block("alpha", ops=("mlp", Side())),)),),
-        ),
-        Policy(wraps=(Wrap(("alpha.alpha",)), Wrap(("",)))),
-        (Step((Micro(forwards=2, inputs=True),)),),
+    "side outputs of two forwards, whose recomputations read the root": _root(
+        *(Call("alpha", checkpoint="plain"), "detach"),
+        blocks=(Block("alpha", ops=("bias", Call("alpha")), blocks=(Block("alpha", ops=("mlp", Side())),)),),
+        policy=Policy(wraps=(Wrap(("alpha.alpha",)), Wrap(("",)))),
+        steps=_only(forwards=2, inputs=True),
     ),
     "half of an output that a hook changes in place": _chain(
         Block("alpha", ops=("linear",), form="tuple", extra="half", hooks=("in_place",))
@@ -220,20 +201,19 @@ FOUND = {
     ),
     "an output in an object": _chain(Block("alpha", ops=("linear",), form="object")),
     "an output kept on the module": _chain(Block("alpha", ops=("linear",), form="attribute")),
-    "an output kept on the module, with prefetch lists": Program(
-        Block(ops=("linear", Call("alpha")), blocks=(Block("alpha", ops=("scale",), form="attribute"),)),
-        Policy(wraps=ALPHA, lists="reversed"),
+    "an output kept on the module, with prefetch lists": _root(
+        *("linear", Call("alpha")),
+        blocks=(Block("alpha", ops=("scale",), form="attribute"),),
+        policy=Policy(wraps=ALPHA, lists="reversed"),
     ),
     "an input changed in place": _chain(Block("alpha", ops=("add_", "linear"))),
     "a view of an input changed in place": _chain(Block("alpha", ops=("transpose", "tanh_", "linear"))),
     "an element of an input changed in place": _chain(Block("alpha", ops=("zero_column_", "linear"))),
     **{
-        f"a parameter beside the output, in a {form}": Program(
-            Block(
-                ops=("linear", Call("alpha", use="both"), Call("beta")),
-                blocks=(Block("alpha", ops=("linear",), form=form, extra="weight"), LINEAR),
-            ),
-            Policy(wraps=BOTH),
+        f"a parameter beside the output, in a {form}": _root(
+            *("linear", Call("alpha", use="both"), Call("beta")),
+            blocks=(Block("alpha", ops=("linear",), form=form, extra="weight"), LINEAR),
+            policy=Policy(wraps=BOTH),
         )
         for form in ("tuple", "object", "closure", "attribute")
     },
