@@ -20,7 +20,7 @@ def main() -> None:
     print(
         f"{'scenario':<50} {'stock: first':>15} {'later':>15} {'ours: first':>15} {'later':>15}  peak KiB: stock   ours"
     )
-    for comparison in COMPARISONS:
+    for comparison in COMPARISONS.values():
         if given.only not in comparison.name:
             continue
         measured = {engine: measure(comparison, engine) for engine in ENGINES}

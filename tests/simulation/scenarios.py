@@ -159,7 +159,7 @@ _SLOW_HSDP = {**_FAST, "all_reduce": 22.0}
 _BETWEEN_HOSTS = Scenario("bf16, fp32 reduction, between hosts", mixed=True)
 _NETWORK = replace(rates(**_SLOW), copy=rates(**_SLOW).all_gather * 50 / 3000)
 
-COMPARISONS: list[Comparison] = [
+_ALL = [
     *_both("base"),
     *_both("slow links", _SLOW),
     *_both("order changes every step", order=_shuffled),
@@ -198,14 +198,10 @@ COMPARISONS: list[Comparison] = [
     *_both("CPU offload", {"transfer": 6.0}, offload={}),
     *_both("CPU offload, bf16", {"transfer": 6.0}, offload={}, mixed=True),
 ]
-
-
-def named(name: str) -> Comparison:
-    (comparison,) = (one for one in COMPARISONS if one.name == name)
-    return comparison
+COMPARISONS = {one.name: one for one in _ALL}
 
 
 @cache
 def measured(name: str, engine: str) -> Measured:
     """Runs in the process that has the device."""
-    return measure(named(name), engine)
+    return measure(COMPARISONS[name], engine)

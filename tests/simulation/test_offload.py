@@ -21,7 +21,7 @@ from tests.simulation.model import BlockSpec
 from tests.simulation.scenarios import rates
 from tests.simulation.threads import TimedThread, stepping_on
 from tests.simulation.timeline import Timeline
-from tests.simulation.training import SHARDS, Scenario, started, take_steps
+from tests.simulation.training import SHARDS, Scenario, fill, started, take_steps
 
 Transfer: TypeAlias = tuple[list[tuple[int, int]], bytes]
 """Where a copy to the device read pinned memory, with the number of bytes, and what has arrived."""
@@ -45,16 +45,10 @@ def _place(access: Access) -> tuple[int, int]:
     return access.allocation.at + access.begin, access.end - access.begin
 
 
-def _fill(model: Any) -> None:
-    generator = torch.Generator().manual_seed(0)
-    for parameter in model.parameters():
-        parameter.data.copy_(torch.randn(parameter.shape, generator=generator))
-
-
 def transfers(name: str) -> tuple[list[Transfer], list[Transfer]]:
     """The copies to the device in the last step, and what a copy of each block's shards is."""
     scenario, observer = CONFIGURATIONS[name], _Transfers()
-    with started(replace(scenario, build=_fill), "ours", observer, lambda: 0.0) as run:
+    with started(replace(scenario, build=fill), "ours", observer, lambda: 0.0) as run:
         run.optimizer = torch.optim.SGD(run.model.parameters(), lr=0.1)
         for step in take_steps(run):
             if step < scenario.steps - 1:
@@ -92,7 +86,7 @@ def casts(between: str) -> tuple[list[tuple[int, bytes]], list[bytes], list[byte
     load of other shards, or another gather; or a load while the step is queued, and a write after it has run. Or the
     forward is that of another micro-batch, or the write comes after it.
     """
-    scenario = Scenario("casts", blocks=(ODD,) * 3, steps=3, offload={}, mixed=True, build=_fill)
+    scenario = Scenario("casts", blocks=(ODD,) * 3, steps=3, offload={}, mixed=True, build=fill)
     observer = _Transfers()
     with started(scenario, "ours", observer, lambda: 0.0) as run:
         run.optimizer = torch.optim.SGD(run.model.parameters(), lr=0.1)
@@ -153,13 +147,13 @@ def test_a_step_casts_for_the_gathers_behind_it(between: str, on_device: Callabl
 
 
 def _in_two_dtypes(model: Any) -> None:
-    _fill(model)
+    fill(model)
     for block in model.blocks:
         block.weights[1] = nn.Parameter(block.weights[1].detach().bfloat16())
 
 
 def _freeze_first(model: Any) -> None:
-    _fill(model)
+    fill(model)
     for block in model.blocks:
         block.weights[0].requires_grad_(False)
 
@@ -209,14 +203,14 @@ _CHANGES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize(
     ("build", "change", "there", "back"),
     [
-        (_fill, "", [92], [92]),
+        (fill, "", [92], [92]),
         (_in_two_dtypes, "", [68, 12], [68, 12]),
         (_freeze_first, "", [92], [28]),
-        (_fill, "loaded", [64, 24, 4], [92]),
-        (_fill, "loaded pinned", [64, 24, 4], [92]),
-        (_fill, "all loaded", [92], [92]),
-        (_fill, "data", [64, 24, 4], [92]),
-        (_fill, "cast", [46], [46]),
+        (fill, "loaded", [64, 24, 4], [92]),
+        (fill, "loaded pinned", [64, 24, 4], [92]),
+        (fill, "all loaded", [92], [92]),
+        (fill, "data", [64, 24, 4], [92]),
+        (fill, "cast", [46], [46]),
     ],
 )
 def test_one_copy_for_each_dtype(
@@ -237,7 +231,7 @@ def homes(options: dict[str, Any]) -> tuple[list[str], list[str], int, list[byte
         return "pinned" if local.device.type == "cpu" and local.is_pinned() else local.device.type
 
     observer = _Transfers()
-    scenario = Scenario("homes", (ODD,) * 2, steps=2, build=_fill, our_options=options)
+    scenario = Scenario("homes", (ODD,) * 2, steps=2, build=fill, our_options=options)
     with started(scenario, "ours", observer, lambda: 0.0) as run:
         for hooked in run.model.blocks[1].parameters():
             hooked.register_hook(lambda gradient: 2 * gradient)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from tests.simulation.configurations import optimize, registered
 from tests.simulation.device import Access, Observer
 from tests.simulation.model import BlockSpec
-from tests.simulation.training import Scenario, started, take_steps
+from tests.simulation.training import Scenario, fill, started, take_steps
 from tests.support.pools import lies_in_pool
 
 # Gathered and reduced in place; gathered in place and padded, reduced packed; packed both ways.
@@ -19,12 +19,6 @@ SHAPES = ((512, 512), (1023, 512), (512,))
 IN_PLACE = 512 * 512
 
 Setter: TypeAlias = Callable[[Any], None]
-
-
-def _fill(model: Any) -> None:
-    generator = torch.Generator().manual_seed(0)
-    for parameter in model.parameters():
-        parameter.data.copy_(torch.randn(parameter.shape, generator=generator) / 100)
 
 
 def symmetric(model: Any) -> None:
@@ -87,7 +81,7 @@ def train(place: int, prepare: Setter | None) -> Seen:
         if prepare is not None:
             prepare(model)
 
-    scenario = replace(given, blocks=(BlockSpec(shapes=SHAPES),) * 3, steps=3, build=_fill, prepare=prepared)
+    scenario = replace(given, blocks=(BlockSpec(shapes=SHAPES),) * 3, steps=3, build=fill, prepare=prepared)
     with started(scenario, "ours", watcher, lambda: 0.0) as run:
         run.optimizer = torch.optim.SGD(run.model.parameters(), lr=0.1)
         for step in take_steps(run):

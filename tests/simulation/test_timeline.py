@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import shardkit.core as ours
-from tests.simulation.scenarios import COMPARISONS, Comparison, measure, measured, named
+from tests.simulation.scenarios import COMPARISONS, Comparison, measure, measured
 from tests.simulation.timeline import Costs
 from tests.simulation.training import BLOCK, SHARDS, Scenario
 
@@ -52,7 +52,7 @@ SET_UP = 0.01
 @cache
 def peaks(name: str, shards: int, engine: str) -> int:
     """The peak over that many ranks, in two steps. Runs in the process that has the device."""
-    comparison = named(name)
+    comparison = COMPARISONS[name]
     return measure(
         replace(comparison, scenario=replace(comparison.scenario, shards=shards, steps=2)), engine
     ).peak_bytes
@@ -122,11 +122,8 @@ def test_autograd_makes_no_wide_copies_of_gradients(on_device: Callable[..., Any
     assert by_parameter - by_policy <= 8 * BLOCK.numel * (4 - 2) // SHARDS
 
 
-NAMES = [one.name for one in COMPARISONS]
-
-
 @pytest.mark.daily(name=[f"{name}, copies" for name in ON_PAGE.values()])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", COMPARISONS)
 @pytest.mark.parametrize("goal", ["forward", "backward"])
 def test_ours_takes_no_longer_than_stock(goal: str, name: str, on_device: Callable[..., Any]) -> None:
     """This holds for every step, the first included. If copies have a cost, our time is strictly less."""
@@ -143,11 +140,11 @@ def test_ours_takes_no_longer_than_stock(goal: str, name: str, on_device: Callab
 
 @pytest.mark.daily(shards=[2], name=[*ON_PAGE.values()])
 @pytest.mark.parametrize("shards", [2, 4, SHARDS])
-@pytest.mark.parametrize("name", [name for name in NAMES if not name.endswith("copies")])
+@pytest.mark.parametrize("name", [name for name in COMPARISONS if not name.endswith("copies")])
 def test_ours_peaks_no_higher_than_stock(name: str, shards: int, on_device: Callable[..., Any]) -> None:
     """All device memory, to the byte. Only a budget that holds more than stock's two groups takes what it is given."""
     stock, ours = (on_device(peaks, name, shards, engine) for engine in ("stock", "ours"))
-    comparison = named(name)
+    comparison = COMPARISONS[name]
     more = 0
     if comparison.budget is not None:
         more = max(0, comparison.budget - 2 * 4 * comparison.scenario.blocks[0].numel)

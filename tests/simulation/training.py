@@ -186,6 +186,13 @@ def _shard(run: Run, model: Any, mesh: DeviceMesh) -> None:
     run.engine.fully_shard(model, **options)
 
 
+def fill(model: Any) -> None:
+    """Gives the parameters the same random values always."""
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        parameter.data.copy_(torch.randn(parameter.shape, generator=generator) / 100)
+
+
 def take_steps(run: Run) -> Iterator[int]:
     """Runs the steps; yields the number of each when its backward has ended."""
     for step in range(run.scenario.steps):

@@ -80,7 +80,7 @@ def machine_of(comparison: Comparison) -> Machine:
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_it_agrees_with_the_engine_on_streams(name: str, on_device: Callable[..., Any]) -> None:  # noqa: F811
-    (comparison,) = (one for one in COMPARISONS if one.name == name)
+    comparison = COMPARISONS[name]
     ours = on_device(measured, name, "ours")
     scenario = comparison.scenario
 
