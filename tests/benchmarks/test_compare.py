@@ -28,9 +28,3 @@ def test_tiny_comparison(tmp_path):
     expected = median(ours / theirs for ours, theirs in zip(steps["shardkit"], steps["fsdp2"], strict=True))
     assert rows["step"]["ratios"]["fsdp2"]["median"] == pytest.approx(expected)
     assert "agreement with shardkit" in done.stderr
-
-    assert measured["alone"]["traffic"]["calls"] == {}
-    assert sum(measured["fsdp2"]["traffic"]["calls"].values()) > 0
-    for name in ("shardkit", "fsdp2"):
-        for rank in measured[name]["agreement"]:
-            assert rank["grad_norm"] > 0

@@ -8,6 +8,7 @@ from importlib.metadata import EntryPoints
 
 import pytest
 
+from scripts.workspace import ROOT
 from shardkit.tools.command import main, tree
 from shardkit.tools.machine import Machine
 
@@ -15,30 +16,7 @@ pytest.importorskip("msgspec")
 
 JOB = "tests.tools.test_planning:JOB"
 GPT = ["estimate", "tests.tools.jobs:GPT"]
-CONFIG = {
-    "model_type": "llama",
-    "vocab_size": 320,
-    "hidden_size": 64,
-    "intermediate_size": 160,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "torch_dtype": "auto",
-    "rope_scaling": {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 32,
-    },
-}
-
-
-@pytest.fixture
-def config(tmp_path) -> str:
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(CONFIG))
-    return str(path)
+CONFIG = str(ROOT / "examples" / "recipes" / "llama-tiny.json")
 
 
 def test_commands_are_listed_without_importing_torch():
@@ -67,10 +45,10 @@ def test_help_needs_no_long_word(capsys):
         assert shown.out.startswith("Usage: shardkit") and not shown.err
 
 
-def test_a_hugging_face_config_on_64_ranks(config: str, tmp_path, capsys):
+def test_a_hugging_face_config_on_64_ranks(tmp_path, capsys):
     pytest.importorskip("transformers")
     out = tmp_path / "estimate.json"
-    arguments = ["--hf-config", config, "--world-size", "64", "--sequence", "32", "--dtype", "float32"]
+    arguments = ["--hf-config", CONFIG, "--world-size", "64", "--sequence", "32", "--dtype", "float32"]
     assert main(["estimate", *arguments, "--json", str(out)]) == 0
     printed = capsys.readouterr().out
     assert "rank 0 of 64" in printed and "exposed communication" in printed

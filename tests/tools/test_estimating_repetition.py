@@ -100,28 +100,22 @@ def _two_cores(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
 
 
-def _made_in() -> tuple[list[int], Workers[int]]:
-    """The processes' ids that tasks were made in, as far as this process hears of it; and who makes them."""
-    here: list[int] = []
-
-    def make(world_size: int) -> Estimate:
-        here.append(os.getpid())
-        return estimate_job(_job(), world_size)
-
-    return here, Workers(make)
-
-
 @on_ranks(1, isolated=True)
 def test_estimates_of_other_processes_are_those_of_this_one(rank: int, world_size: int) -> None:
     """In a new process: one that has run a backward with threads makes all estimates itself."""
     dist.destroy_process_group()  # estimates make their own
     os.sched_getaffinity = lambda _: {0, 1}  # in the process of this test alone
-    here, workers = _made_in()
-    with workers:
+    made_here: list[int] = []
+
+    def make(world_size: int) -> Estimate:
+        made_here.append(world_size)
+        return estimate_job(_job(), world_size)
+
+    with Workers(make) as workers:
         workers.begin([2, 4, 8])
         found = [workers.estimate(size).to_json() for size in (2, 4, 8)]
     assert found == [estimate_job(_job(), size).to_json() for size in (2, 4, 8)]
-    assert not here
+    assert not made_here
 
 
 @pytest.mark.usefixtures("_two_cores")

@@ -17,7 +17,7 @@ from shardkit.tools.report.files import ReportError, read_records, read_report, 
 from shardkit.tools.report.measures import lateness, parse_limit, skew_by_rank, times_last
 from shardkit.tools.report.merge import merge
 from shardkit.tools.report.schema import Group, PlaceOfRank, Report
-from tests.tools.synthetic import MIB, memory, operation, rank, record
+from tests.tools.synthetic import MIB, STEPS, memory, operation, rank, record
 
 
 @pytest.fixture
@@ -284,3 +284,43 @@ def test_ranks_that_are_missing_or_differ_are_noted() -> None:
     assert report.run.missing_ranks == [1]
     assert any("no record of ranks 1" in note for note in report.notes)
     assert any("did not run the same: all-gather number 0 was of blocks.0, blocks.1" in note for note in report.notes)
+
+
+LONG = "a_module_with_a_name_like_those_of_models_that_wrap_models_which_others_have_wrapped_before_them"
+
+
+# By command, parts of one row or sentence in their order.
+ROWS = {
+    "estimate tests.tools.jobs:GPT --vocabulary 9 --world-size 2 --json estimate.json": [
+        ["note: operators are those that torch runs on a CPU;", "may save other tensors"],
+    ],
+    "plan tests.tools.jobs:GPT --vocabulary 9 --world-size 2 --most-micro-batch 1": [
+        ["dp_shard 2, micro-batch 1, prefetch 1, reshard, recompute  2.0 GiB", "us"]
+    ],
+    "report report.json": [
+        [LONG, "all-gather, forward", "10.0 ms", "GB/s"],
+        ["profiler_overhead", "the time that recording took, as a share of the recorded time"],
+        ["memory at the peak: rank 0, in forward of", LONG],
+    ],
+    "report report.json --estimate estimate.json": [["at the peak: sharded_parameters", "KiB", "MiB", "%"]],
+    "report report.json report.json": [["profiler_overhead", "+0.0%"]],
+    "doctor report.json": [
+        ["1. communication of 1 groups is not hidden by computation, most of", LONG],
+        ["   change: halve the bytes", "MixedPrecisionPolicy", "(that takes memory"],
+    ],
+}
+
+
+def test_each_row_is_one_line_where_there_is_no_terminal(tmp_path, monkeypatch, capsys) -> None:
+    waits = [operation(fqn=LONG, step=step, number=step, start=step / 10) for step in range(STEPS)]
+    waits = [replace(one, end=one.start + one.exposed) for one in waits]
+    ranks = [rank(number, waits, capacity=1 << 40) for number in (0, 1)]
+    ranks = [replace(one, memory=replace(one.memory, peak_module=LONG)) for one in ranks]
+    write_report(merge([record(one) for one in ranks]), tmp_path / "report.json")
+    monkeypatch.chdir(tmp_path)
+    for command, rows in ROWS.items():
+        assert main(command.split()) == 0
+        lines = capsys.readouterr().out.splitlines()
+        for parts in rows:
+            in_order = re.compile(".*".join(map(re.escape, parts)))
+            assert any(map(in_order.search, lines)), (command, parts, lines)
