@@ -34,6 +34,7 @@ KINDS = {
     "SOAP": "pytorch_optimizer.SOAP",
 }
 MATRICES = ("Muon", "SOAP")
+QUANTISED = ["torchao 8", "torchao 4", "torchao fp8", "bitsandbytes 8"]
 WORLD_SIZES = [1, 2, 3, 4]
 
 
@@ -110,7 +111,7 @@ def _as_alone(rank: int, world_size: int, kind: str) -> dict[str, torch.Tensor]:
     return everything(model, optimizer)
 
 
-@pytest.mark.daily(world_size=[3])
+@pytest.mark.daily(world_size=[3], kind=QUANTISED)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_states_and_parameters_are_those_of_one_process(world_size: int, kind: str) -> None:

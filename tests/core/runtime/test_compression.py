@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ from tests.core.runtime.cases import (
     summed,
     whole,
 )
-from tests.support import networked_mesh, on_ranks, rank_mesh, run_ranks
+from tests.support import networked_mesh, on_ranks, rank_mesh
 from tests.support.comms import CountingAllGather, RankOrderReduceScatter
 from tests.support.heard import heard
 from tests.support.models import Block, Composed
@@ -319,17 +320,18 @@ def _trains_as_one_process(
         (4, 2, BF16, "int8"),
     ],
 )
+@on_ranks()
 def test_training_against_the_same_arithmetic_in_one_process(
-    world_size: int, replicas: int, param_dtype: torch.dtype | None, name: str
+    rank: int, world_size: int, replicas: int, param_dtype: torch.dtype | None, name: str
 ) -> None:
-    run_ranks(world_size, _trains_as_one_process, replicas, param_dtype, name)
+    _trains_as_one_process(rank, world_size, replicas, param_dtype, name)
 
 
-@on_ranks(4, isolated=True)
+@on_ranks(4)
 def test_chunks_are_rounded_in_parts(rank: int, world_size: int) -> None:
     """Few chunks are rounded at once, so that every run of ranks takes several goes."""
-    wire._AT_ONCE = 40
-    _trains_as_one_process(rank, world_size, 1, None, "int8")
+    with mock.patch.object(wire, "_AT_ONCE", 40):
+        _trains_as_one_process(rank, world_size, 1, None, "int8")
 
 
 def _gradients(model: Any, rank: int, micro_batches: int = 1) -> list[Tensor]:
