@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import _pytree as pytree
 
 from shardkit.core import fully_shard
 from shardkit.core.torch_compat import GRAD_DTYPE_DECIDES
@@ -56,14 +57,9 @@ def test_a_rank_holds_the_part_that_the_names_say(mesh: dict[str, int], ranks: i
     assert any(note.startswith("cp: ") for note in found.notes) == ("cp" in mesh)
 
 
-def test_the_order_of_axes_says_nothing():
-    expected = _facts({"dp_replicate": 2, "dp_shard": 2, "tp": 2})
-    assert _facts({"tp": 2, "dp_shard": 2, "dp_replicate": 2}) == expected
-    assert _facts({"dp_shard": 2, "tp": 2, "dp_replicate": 2}) == expected
-
-
-def test_ranks_along_cp_hold_shards():
+def test_ranks_along_cp_hold_shards_and_the_order_of_axes_says_nothing():
     assert _facts({"cp": 2, "dp_shard": 4}) == _facts({"dp": 8})
+    assert _facts({"dp_shard": 2, "tp": 2, "dp_replicate": 2}) == _facts({"dp_replicate": 2, "dp_shard": 2, "tp": 2})
 
 
 RANKS = 4
@@ -251,68 +247,41 @@ def test_an_estimate_that_failed_leaves_the_process_clean():
     assert estimate(linear, four, mesh=2).peak.bytes > 0
 
 
-def _parts(*sizes: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    return [torch.ones(size, dtype=dtype) for size in sizes]
+FOUR = [6, 6, 6, 6]
+# Kind, function, the sizes of its tensors or lists of them, and what else it takes. Those of `functional` get the group
+# last, and return what is waited for. Each is about 24 numbers of four bytes, or two tensors of 8 and 16.
+COLLECTIVES: list[tuple[str, Callable[..., Any], tuple[int | list[int], ...], tuple[Any, ...]]] = [
+    ("all-gather", functional.all_gather_into_tensor_coalesced, ([2, 4],), ()),
+    ("reduce-scatter", functional.reduce_scatter_tensor_coalesced, ([8, 16],), ("avg", [0, 0])),
+    ("all-reduce", functional.all_reduce_coalesced, ([8, 16],), ("sum",)),
+    ("all-reduce", functional.all_reduce_coalesced, ([8, 16],), ("bor",)),
+    ("all-gather", functional.all_gather_tensor, (6,), (0,)),
+    ("reduce-scatter", functional.reduce_scatter_tensor, (24,), ("sum", 0)),
+    ("all-to-all", functional.all_to_all_single, (24,), (None, None)),
+    ("all-reduce", dist.all_reduce, (24,), ()),
+    ("all-gather", dist.all_gather_into_tensor, (24, 6), ()),
+    ("all-gather", dist.all_gather, (FOUR, 6), ()),
+    ("reduce-scatter", dist.reduce_scatter_tensor, (6, 24), ()),
+    ("reduce-scatter", dist.reduce_scatter, (6, FOUR), ()),
+    ("all-to-all", dist.all_to_all_single, (24, 24), ()),
+    ("all-to-all", dist.all_to_all, (FOUR, FOUR), ()),
+    ("broadcast", dist.broadcast, (24,), (0,)),
+]
 
 
-def _waited(begin: Callable[[Any], Any]) -> Callable[[], None]:
-    """A functional collective over all ranks, and the wait for each of its results."""
-
-    def communicate() -> None:
-        tensors = [functional.wait_tensor(one) for one in reversed(begin(dist.group.WORLD))]
-        assert all(one.numel() for one in tensors)
-
-    return communicate
-
-
-_FOUR = (6, 6, 6, 6)
-# Each is about tensors of 8 and 16 numbers in float32 that are whole: 96 bytes, of which the second has 64.
-COLLECTIVES: dict[str, tuple[str, Callable[[], Any]]] = {
-    "all_gather_into_tensor_coalesced": (
-        "all-gather",
-        _waited(lambda group: functional.all_gather_into_tensor_coalesced(_parts(2, 4), group)),
-    ),
-    "reduce_scatter_tensor_coalesced": (
-        "reduce-scatter",
-        _waited(lambda group: functional.reduce_scatter_tensor_coalesced(_parts(8, 16), "avg", [0, 0], group)),
-    ),
-    "all_reduce_coalesced": (
-        "all-reduce",
-        _waited(lambda group: functional.all_reduce_coalesced(_parts(8, 16), "sum", group)),
-    ),
-    "all_reduce_coalesced, bits": (
-        "all-reduce",
-        _waited(lambda group: functional.all_reduce_coalesced(_parts(8, 16, dtype=torch.int32), "bor", group)),
-    ),
-    "functional all_gather_tensor": (
-        "all-gather",
-        _waited(lambda group: [functional.all_gather_tensor(torch.ones(6), 0, group)]),
-    ),
-    "functional reduce_scatter_tensor": (
-        "reduce-scatter",
-        _waited(lambda group: [functional.reduce_scatter_tensor(torch.ones(24), "sum", 0, group)]),
-    ),
-    "functional all_to_all_single": (
-        "all-to-all",
-        _waited(lambda group: [functional.all_to_all_single(torch.ones(24), None, None, group)]),
-    ),
-    "all_reduce": ("all-reduce", lambda: dist.all_reduce(torch.ones(24))),
-    "all_gather_into_tensor": ("all-gather", lambda: dist.all_gather_into_tensor(torch.ones(24), torch.ones(6))),
-    "all_gather": ("all-gather", lambda: dist.all_gather(_parts(*_FOUR), torch.ones(6))),
-    "reduce_scatter_tensor": ("reduce-scatter", lambda: dist.reduce_scatter_tensor(torch.ones(6), torch.ones(24))),
-    "reduce_scatter": ("reduce-scatter", lambda: dist.reduce_scatter(torch.ones(6), _parts(*_FOUR))),
-    "all_to_all_single": ("all-to-all", lambda: dist.all_to_all_single(torch.ones(24), torch.ones(24))),
-    "all_to_all": ("all-to-all", lambda: dist.all_to_all(_parts(*_FOUR), _parts(*_FOUR))),
-    "broadcast": ("broadcast", lambda: dist.broadcast(torch.ones(24), 0)),
-}
-
-
-@pytest.mark.parametrize("name", COLLECTIVES)
-def test_collectives(name: str) -> None:
-    kind, communicate = COLLECTIVES[name]
-
+@pytest.mark.parametrize(
+    ("kind", "function", "sizes", "more"), COLLECTIVES, ids=[one[1].__name__ for one in COLLECTIVES]
+)
+def test_collectives(kind: str, function: Callable[..., Any], sizes: tuple[Any, ...], more: tuple[Any, ...]) -> None:
     def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
-        communicate()
+        dtype = torch.int32 if "bor" in more else torch.float32
+        tensors = pytree.tree_map(partial(torch.ones, dtype=dtype), sizes)
+        if function.__module__ != functional.__name__:
+            function(*tensors, *more)
+            return
+        found = function(*tensors, *more, dist.group.WORLD)
+        for one in reversed(found if isinstance(found, list) else [found]):
+            assert functional.wait_tensor(one).numel()
 
     job = TrainingJob(partial(nn.Linear, 4, 4), partial(torch.ones, 1, 4), step=step)
     steps = estimate_job(job, RANKS).recording.trace.steps

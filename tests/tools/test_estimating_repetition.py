@@ -29,12 +29,9 @@ class Layered(LlamaShaped):
         super().__init__(128, 32, 80, BLOCKS, 4, 2)
         self.period = period
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed_tokens(tokens)
-        for number, layer in enumerate(self.layers, 1):
-            again = self.period and number % self.period == 0
-            x = checkpoint(layer, x, use_reentrant=False) if again else layer(x)
-        return self.lm_head(self.norm(x))
+    def through(self, number: int, layer: nn.Module, x: Tensor) -> Tensor:
+        again = self.period and (number + 1) % self.period == 0
+        return checkpoint(layer, x, use_reentrant=False) if again else layer(x)
 
 
 def job(policies: Policies, model=Layered) -> TrainingJob:
@@ -95,11 +92,6 @@ def _job() -> TrainingJob:
     return TrainingJob(lambda: nn.Linear(8, 8), lambda: torch.zeros(2, 8))
 
 
-@pytest.fixture
-def _two_cores(monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
-
-
 @on_ranks(1, isolated=True)
 def test_estimates_of_other_processes_are_those_of_this_one(rank: int, world_size: int) -> None:
     """In a new process: one that has run a backward with threads makes all estimates itself."""
@@ -118,8 +110,8 @@ def test_estimates_of_other_processes_are_those_of_this_one(rank: int, world_siz
     assert not made_here
 
 
-@pytest.mark.usefixtures("_two_cores")
-def test_errors_and_what_cannot_be_sent_back_come_from_this_process():
+def test_errors_and_what_cannot_be_sent_back_come_from_this_process(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     here = os.getpid()
 
     def make(task: str) -> Estimate:

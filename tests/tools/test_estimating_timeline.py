@@ -17,7 +17,6 @@ from shardkit.tools.machine import Efficiency, Link, Machine, preset
 from tests.simulation.conftest import on_device  # noqa: F401 - a fixture
 from tests.simulation.scenarios import COMPARISONS, Comparison, measured
 from tests.simulation.training import BLOCK, SHARDS
-from tests.tools.machines import machine
 from tests.tools.published import DATA, errors, memory_errors
 
 MICROSECOND = 1e-6
@@ -31,6 +30,16 @@ SCENARIOS = {
     "deep, small groups": Policies(),
     "huge embedding": Policies(),
 }
+
+
+def simple(**changes: Any) -> Machine:
+    """Of two devices that reach their peaks and take no time for anything else."""
+    given = {
+        "name": "simple", "device": "cuda", "transport": "nccl", "flops": {"float32": 1.0}, "memory_bandwidth": 1.0,
+        "memory": 1000, "ranks_per_host": 2, "inside": Link(10.0, 1.0), "between": Link(1.0, 3.0),
+        "efficiency": Efficiency(1.0, 1.0, 1.0), "operator_seconds": 0.0, "storage_bandwidth": 1.0, "process_bytes": 0,
+    }  # fmt: skip
+    return Machine(**given | changes)
 
 
 class _Compute(torch.autograd.Function):
@@ -75,7 +84,7 @@ def machine_of(comparison: Comparison) -> Machine:
     between = shard / (costs.all_reduce * shard * MICROSECOND) if costs.all_reduce else 1e12
     inside = Link(1 / costs.all_gather / MICROSECOND, 0.0)
     links = {"inside": inside, "between": Link(between, 0.0)}
-    return machine(memory=2**40, ranks_per_host=SHARDS, dtensor_seconds=0.0, dtensor_each_seconds=0.0, **links)
+    return simple(memory=2**40, ranks_per_host=SHARDS, dtensor_seconds=0.0, dtensor_each_seconds=0.0, **links)
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
@@ -95,7 +104,7 @@ def test_it_agrees_with_the_engine_on_streams(name: str, on_device: Callable[...
     assert found.timeline.step / MICROSECOND == pytest.approx(expected, abs=0.01)
 
 
-MACHINE = machine(flops={"float32": 100.0}, memory_bandwidth=10.0, dtensor_seconds=3.0, dtensor_each_seconds=0.5)
+MACHINE = simple(flops={"float32": 100.0}, memory_bandwidth=10.0, dtensor_seconds=3.0, dtensor_each_seconds=0.5)
 
 
 def operator(flops: int, nbytes: int) -> Operator:

@@ -13,7 +13,7 @@ from shardkit.core.torch_compat import GRAD_DTYPE_DECIDES
 from shardkit.tools import EstimateError, Policies, TrainingJob, estimate_job
 from shardkit.tools.estimating.hf import cut_projections
 from shardkit.tools.estimating.job import micro_batch_of, with_micro_batch
-from shardkit.tools.machine import Link, Machine, preset
+from shardkit.tools.machine import Efficiency, Link, Machine, preset
 from shardkit.tools.planning import search
 from shardkit.tools.planning.code import code_of
 from shardkit.tools.planning.configurations import accelerate_of, torchtitan_of
@@ -24,7 +24,6 @@ from tests.support.models import Composed
 from tests.tools.jobs import tokens as token_ids
 from tests.tools.jobs import two_dimensions
 from tests.tools.llama_shaped import LlamaShaped, few_tokens
-from tests.tools.machines import machine
 from tests.tools.measured import Meter, shared_memory
 
 
@@ -47,17 +46,10 @@ def narrow_tokens() -> torch.Tensor:
 
 JOB = TrainingJob(narrow, narrow_tokens)
 RECOMPUTED = replace(JOB, policies=Policies(checkpoint=True))  # a third of the ways
-MACHINE = machine(
-    device="cpu",
-    transport="gloo",
-    flops={"float32": 1e10},
-    memory_bandwidth=1e10,
-    memory=2**33,
-    inside=Link(1e9, 1e-4),
-    between=None,
-    operator_seconds=5e-6,
-    storage_bandwidth=1e9,
-)
+MACHINE = preset("h100").replace(
+    device="cpu", transport="gloo", flops={"float32": 1e10}, memory_bandwidth=1e10, memory=2**33, ranks_per_host=2,
+    inside=Link(1e9, 1e-4), between=None, efficiency=Efficiency(1.0, 1.0, 1.0), process_bytes=0,
+)  # fmt: skip
 
 
 def proposals(job: TrainingJob, most: int = 2, machine: Machine = MACHINE, **options: Any) -> list[Proposal]:

@@ -82,6 +82,12 @@ def ink(page: Page, chart: str) -> int:
     )
 
 
+def rows(page: Page, table: str) -> list[list[str]]:
+    return page.evaluate(
+        f"[...document.querySelectorAll('#{table} tr')].map((row) => [...row.children].map((one) => one.textContent))"
+    )
+
+
 def choose(page: Page, selector: str, value: str, event: str) -> None:
     page.evaluate(
         f"(() => {{ const one = document.querySelector('{selector}'); one.value = '{value}'; "
@@ -120,8 +126,7 @@ def test_modules_are_filtered_by_name_and_phase(page: Page) -> None:
     assert bars(page) == ["blocks.0", "blocks.1"]
     choose(page, "#phase-filter", "backward", "change")
     assert bars(page) == ["blocks.1"]
-    rows = page.evaluate("[...document.querySelectorAll('#collectives td:first-child')].map((one) => one.textContent)")
-    assert rows == ["blocks.1"]
+    assert [row[0] for row in rows(page, "collectives")[1:]] == ["blocks.1"]
     choose(page, "#module-filter", "nothing like that", "input")
     assert bars(page) == []
     assert "Nothing that fits" in page.evaluate("document.getElementById('exposed').textContent")
@@ -148,30 +153,23 @@ def test_categories_and_ranks_are_filters_of_the_memory_chart(page: Page) -> Non
 
 @needs_browser
 def test_predicted_stands_beside_measured(page: Page) -> None:
-    rows = page.evaluate(
-        "[...document.querySelectorAll('#estimate tr')].map((row) => [...row.children].map((one) => one.textContent))"
-    )
-    assert rows[0][:4] == ["figure", "predicted", "measured", "error"]
-    assert ["peak memory", "48.0 MiB", "44.0 MiB", "+9.1%", ""] in rows
-    assert ["at the peak: activations", "1.0 MiB", "0 B", "-", ""] in rows
+    head, *figures = rows(page, "estimate")
+    assert head[:4] == ["figure", "predicted", "measured", "error"]
+    assert ["peak memory", "48.0 MiB", "44.0 MiB", "+9.1%", ""] in figures
+    assert ["at the peak: activations", "1.0 MiB", "0 B", "-", ""] in figures
     widths = page.evaluate("[...document.querySelectorAll('#estimate .pair')].map((one) => one.style.width)")
     assert widths[2:4] == ["100%", "91.6667%"]  # the second figure is the peak
 
 
 @needs_browser
 def test_owners_stand_beside_the_mean_slowest_first(page: Page, tmp_path) -> None:
-    def cells(table: str) -> list[list[str]]:
-        return page.evaluate(
-            f"[...document.querySelectorAll('#{table} tr')].map((row) => [...row.children].map((c) => c.textContent))"
-        )[1:]
-
-    assert cells("owners") == [
+    assert rows(page, "owners")[1:] == [
         ["1", "4.0 MiB", "100.0%", "30.0 ms", "50.0%", "2"],
         ["0", "0 B", "-100.0%", "10.0 ms", "-50.0%", "0"],
     ]
-    assert cells("owned") == [[HOSTILE, "3.0 MiB"], ["blocks.0.weight", "1.0 MiB"]]
+    assert rows(page, "owned")[1:] == [[HOSTILE, "3.0 MiB"], ["blocks.0.weight", "1.0 MiB"]]
     choose(page, "#owner", "0", "change")
-    assert cells("owned") == []
+    assert rows(page, "owned")[1:] == []
     shown = "document.getElementById('owners-section').getBoundingClientRect().height > 0"
     assert page.evaluate(shown)
     (tmp_path / "none.html").write_text(page_html(merge([record(rank(0), 1)])))
