@@ -88,8 +88,8 @@ def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
         return
     for one in map(held.__getitem__, known.scalars):  # torch.distributed.checkpoint loads their state as plain tensors
         state = optimizer.state.get(one, {})
-        plain = {key for key, value in state.items() if type(value) is torch.Tensor and not value.ndim} - NUMBERS
-        state.update({key: like_dtensor(state[key], one) for key in plain})
+        loaded = {key for key, value in state.items() if type(value) is torch.Tensor and not value.ndim} - NUMBERS
+        state.update({key: like_dtensor(state[key], one) for key in loaded})
 
 
 def _check_gradients(optimizer: torch.optim.Optimizer, known: _Held) -> None:
