@@ -1,6 +1,7 @@
 """Optimizer steps on plain tensors: the bits of one process, or of steps on DTensors, and nothing else to be seen."""
 
 import copy
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -261,6 +262,41 @@ def test_a_step_that_raises_leaves_the_next_ones_right(rank: int, world_size: in
                 assert number == 1
                 optimizer.state_dict()
                 assert all(isinstance(p, DTensor) or optimizer is theirs for p in optimizer.param_groups[0]["params"])
+            optimizer.zero_grad()
+    assert_alike(model, reference)
+
+
+class Interleaved(torch.optim.Optimizer):
+    """While it steps, another thread runs `meanwhile`."""
+
+    steps_each_parameter_alone = True
+    meanwhile: Callable[[], object]
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        thread = threading.Thread(target=self.meanwhile)
+        thread.start()
+        thread.join()
+        for p in self.param_groups[0]["params"]:
+            assert not isinstance(p, DTensor)
+            if p.grad is not None:
+                self.state[p]["sum"] = self.state[p].get("sum", 0) + p.grad
+                p.add_(self.state[p]["sum"], alpha=-0.1)
+
+
+@on_ranks(2)
+def test_a_forward_in_another_thread_leaves_a_step_alone(rank: int, world_size: int) -> None:
+    model, reference = shard_layers(world_size, plan_owners(Layers())), Layers()
+    beside = fully_shard(nn.Linear(3, 3), mesh=rank_mesh((world_size,)))
+    ours, theirs = (Interleaved(matrices(one)) for one in (model, reference))
+    ours.meanwhile, theirs.meanwhile = lambda: beside(torch.ones(3)), lambda: None
+    for number in range(2):
+        backward_alike(model, reference, rank, number)
+        for optimizer in (ours, theirs):
+            optimizer.step()
             optimizer.zero_grad()
     assert_alike(model, reference)
 

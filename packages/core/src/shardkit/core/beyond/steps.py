@@ -39,6 +39,7 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -233,7 +234,7 @@ class OverlappedSteps(PlainSteps):
         self._twins = {id(one): self._twins[id(one)] for _, one in params if id(one) in self._twins}
         self._start(optimizer, [(number, one) for number, one in params if id(one) not in stepped])
         self._hidden = [group["params"] for group in optimizer.param_groups]
-        lent.add(optimizer)
+        lent[optimizer] = threading.get_ident()
         for group in optimizer.param_groups:
             group["params"] = []
         return None
@@ -244,7 +245,7 @@ class OverlappedSteps(PlainSteps):
             super().give_back(optimizer)
             return
         hidden, self._hidden = self._hidden, None
-        lent.discard(optimizer)
+        lent.pop(optimizer, None)
         for group, params in zip(optimizer.param_groups, hidden, strict=True):
             group["params"] = params
 

@@ -26,8 +26,9 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from operator import is_
+from threading import get_ident
 from typing import Any, TypeAlias
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -63,8 +64,8 @@ _NOTHING = object()
 NUMBERS = {"step", "eta", "mu", "mu_product"}
 """State of torch's optimizers that is one number for a whole parameter, even for a 0-dim one."""
 
-lent: WeakSet[torch.optim.Optimizer] = WeakSet()
-"""Optimizers that hold other tensors than between steps: those that are stepping, and those whose step has raised."""
+lent: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
+"""Optimizers that hold other tensors than between steps, as they step, or a step has raised; and the thread of that."""
 
 
 class Twin:
@@ -205,7 +206,7 @@ class PlainSteps:
             elif found.steps:  # what was loaded elsewhere is from before another rank changed it
                 plain_state[found.plain] = found.lend_state(optimizer, state)
         self._twins, self._put_aside = twins, (params_of, optimizer.state)
-        lent.add(optimizer)
+        lent[optimizer] = get_ident()
         optimizer.state = plain_state
         for group, params in zip(optimizer.param_groups, params_of, strict=True):
             group["params"] = [one if (found := twins.get(id(one))) is None else found.plain for one in params]
@@ -230,7 +231,7 @@ class PlainSteps:
         if self._put_aside is None:
             return
         (params_of, state), self._put_aside = self._put_aside, None
-        lent.discard(optimizer)
+        lent.pop(optimizer, None)
         plain_state = dict(optimizer.state)
         optimizer.state = state
         self._state_left = id(state)
@@ -276,8 +277,8 @@ def use_steps(optimizer: torch.optim.Optimizer, steps: PlainSteps) -> None:
 
 
 def restore_interrupted_steps() -> None:
-    """Ends steps that have raised. Usually only checks an empty set."""
-    for optimizer in list(lent):
+    """Ends steps of this thread that have raised; others may be stepping."""
+    for optimizer in [one for one, thread in list(lent.items()) if thread == get_ident()]:
         optimizer.__dict__[STEPS].give_back(optimizer)
 
 
