@@ -176,7 +176,9 @@ BOMBS = {
     "copied": remembered(b"](" + b"K\x01" * 10**5 + b"e") + b"]" + b"ccollections\nCounter\nh\x01\x85Ra" * 5000,
     "sets": b"(" + b"\x8f" * 10**6 + b"t",
     "hashed": b"}" + b"N\x85q\x01" + b"h\x01h\x01\x86q\x01" * 40 + b"K\x01s",
-    "memo": b"Nr\x00\x00\x00\x7f",
+    "memo": b"Nr\x00\x00\x00\x7f",  # the memo of an unpickler is as long as its largest index
+    "memo by text": b"Np10000000\n",
+    "lists of lists": b"]q\x01" + b"](h\x01h\x01eq\x01" * 60,  # small, and without end for whoever walks over them
 }
 
 
@@ -193,20 +195,11 @@ def archive(data: bytes) -> bytes:
 def test_pickles_that_would_take_memory(bomb: str):
     data = archive(b"\x80\x02" + BOMBS[bomb] + b".")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(CheckpointError, match=r"evil.pt .*refused"):
+    with pytest.raises(
+        CheckpointError, match=r"evil.pt( .*refused|: its containers .* or contain each other too often)"
+    ):
         load_torch_bytes(data, "evil.pt")
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < (64 << 10) + (len(data) >> 10)
-
-
-def test_containers_that_contain_each_other():
-    """Lists of two references to the one before: small in memory, and without end for whoever walks over them."""
-    value: list[object] = []
-    for _ in range(60):
-        value = [value, value]
-    packed = io.BytesIO()
-    torch.save({"a": value}, packed)
-    with pytest.raises(CheckpointError, match="contain each other too often"):
-        load_torch_bytes(packed.getvalue(), "evil.pt")
 
 
 def test_usual_pickles_pass():

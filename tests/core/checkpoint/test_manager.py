@@ -185,6 +185,7 @@ def test_another_model_is_refused_and_left_as_it_was(rank: int, world_size: int,
     for name, buffer, text in (
         ("seen", torch.zeros(4, dtype=torch.int64), r"model.seen: .*has shape \(3,\) and torch.int64, expected \(4,\)"),
         ("later", torch.zeros(1), "does not fit the model: it lacks model.later"),
+        ("seen", None, r"does not fit the model: it has beside it model\.seen; build"),
         ("seen", torch.zeros(3), r"expected \(3,\) and torch.float32"),
     ):
         other = Trainee((world_size,))

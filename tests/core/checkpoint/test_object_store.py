@@ -143,17 +143,9 @@ def configured(rank: int, world_size: int, settings: dict[str, str], body: Calla
 def failed(rank: int, world_size: int, url: str) -> str:
     """A save in which rank 1 cannot write its data; then one that succeeds."""
     manager, state = CheckpointManager(url), TrainingState(torch.nn.Linear(3, 2))
-    write_part = saving.write_part
-
-    def failing(*arguments: Any) -> None:
-        raise OSError("the store is gone")
-
-    saving.write_part = failing if rank else write_part
-    try:
-        with pytest.raises(CheckpointError, match="the store is gone"):
-            manager.save(3, state, blocking=True)
-    finally:
-        saving.write_part = write_part
+    write_part = mock.Mock(side_effect=OSError("the store is gone")) if rank else saving.write_part
+    with mock.patch.object(saving, "write_part", write_part), pytest.raises(CheckpointError, match="the store is gone"):
+        manager.save(3, state, blocking=True)
     left = objects(url) if rank == 0 else []
     manager.save(3, state, blocking=True)
     return " ".join(left)

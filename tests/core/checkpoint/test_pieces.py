@@ -23,7 +23,6 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardkit.core import Blocks
-from shardkit.core.checkpoint import CheckpointError, CheckpointManager, TrainingState
 from shardkit.core.checkpoint.index import BLOCK_BYTES, Chunk, File, Index, ObjectEntry, TensorEntry, pack, unpack
 from shardkit.core.checkpoint.leaves import At, flatten, object_bytes, stock_path, unflatten
 from shardkit.core.checkpoint.plan import Layout, Piece
@@ -186,12 +185,6 @@ class Labelled(torch.Tensor):
 def test_what_could_not_be_read_is_not_saved(value: Any, text: str):
     with pytest.raises(TypeError, match=f"value: .*{text}"):
         object_bytes("value", value)
-
-
-def test_a_model_on_the_meta_device_is_refused_by_name(tmp_path):
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
-    with pytest.raises(CheckpointError, match=r"model\.1\.weight: is on the meta device"):
-        CheckpointManager(tmp_path).save(1, TrainingState(model))
 
 
 def test_what_is_empty_on_one_rank_only():

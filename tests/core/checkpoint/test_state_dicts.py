@@ -20,16 +20,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import shardkit.core as shardkit
-from tests.support import on_ranks, rank_mesh
+from tests.support import on_ranks
+from tests.support.meshes import data_mesh
 from tests.support.models import MODELS, Composed
 from tests.support.sharding import shard_each
 from tests.support.trace import Trace, assert_same
-
-
-def _mesh(world_size: int, kind: str) -> DeviceMesh:
-    if kind == "hsdp":
-        return rank_mesh((2, world_size // 2), ("replicate", "shard"))
-    return rank_mesh((world_size,))
 
 
 def _build(api: Any, model: str, mesh: DeviceMesh, seed: int = 0, meta: bool = False) -> nn.Module:
@@ -68,9 +63,6 @@ def _trace(tree: Any) -> Trace:
     return trace
 
 
-# -- state_dict and load_state_dict ------------------------------------------------------------------------------------
-
-
 def _look(trace: Trace, label: str, module: nn.Module) -> None:
     state = module.state_dict()
     trace.add(f"{label}: keys", list(state))
@@ -95,7 +87,7 @@ def test_state_dict_is_that_of_stock(rank: int, world_size: int, kind: str, mode
     traces = []
     for api in (stock, shardkit):
         trace = Trace()
-        module = _build(api, model, _mesh(world_size, kind))
+        module = _build(api, model, data_mesh(kind == "hsdp"))
         _look(trace, "fresh", module)
         loss = _loss(module, model, 0)
         _look(trace, "between forward and backward", module)
@@ -116,7 +108,7 @@ def test_a_state_dict_within_forward_changes_nothing(rank: int, world_size: int)
     """A state dict that a hook takes while modules run (as averaging may) frees nothing that they still read."""
     losses = []
     for take in (False, True):
-        module = _build(shardkit, "mlp", _mesh(world_size, "fsdp"))
+        module = _build(shardkit, "mlp", data_mesh(hsdp=False))
         for inner in module.modules():
             if take:
                 inner.register_forward_pre_hook(lambda *unused, root=module: root.state_dict() and None)
@@ -126,12 +118,6 @@ def test_a_state_dict_within_forward_changes_nothing(rank: int, world_size: int)
     assert losses[0][0] == losses[1][0]
     assert all(torch.equal(one, other) for one, other in zip(losses[0][1], losses[1][1], strict=True))
 
-
-def _copied(state: dict[str, Any]) -> dict[str, Any]:
-    return {fqn: tensor.clone() for fqn, tensor in state.items()}
-
-
-# -- torch.distributed.checkpoint.state_dict ---------------------------------------------------------------------------
 
 FULL = StateDictOptions(full_state_dict=True)
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -160,7 +146,7 @@ HELPER_CASES = [
 @on_ranks(timeout=120.0)
 def test_helpers_with_options(rank: int, world_size: int, kind: str, model: str, option: str) -> None:
     """Get with every option, compare with stock; set into a fresh model of either engine, compare again; train on."""
-    mesh, options = _mesh(world_size, kind), OPTIONS[option]
+    mesh, options = data_mesh(kind == "hsdp"), OPTIONS[option]
     getting = StateDictOptions(**{name: value for name, value in options.items() if name != "broadcast_from_rank0"})
     setting = StateDictOptions(**options)
     traces: dict[str, Trace] = {}
@@ -222,9 +208,9 @@ def test_full_state_dict_of_0_dim_parameters(rank: int, world_size: int, broadca
 @on_ranks(2)
 def test_loading_in_place(rank: int, world_size: int) -> None:
     """DCP reads the very parameters, so loading in place changes the next forward without set_state_dict."""
-    module = _build(shardkit, "mlp", _mesh(world_size, "fsdp"))
+    module = _build(shardkit, "mlp", data_mesh(hsdp=False))
     first = _loss(module, "mlp", 0).item()
-    saved = _copied(get_model_state_dict(module))
+    saved = copy.deepcopy(get_model_state_dict(module))
     _train(module, "mlp", _optimizer(module), range(2))
     assert _loss(module, "mlp", 0).item() != first
     with torch.no_grad():

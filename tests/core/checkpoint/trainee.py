@@ -58,23 +58,27 @@ class ElasticLoader(Loader):
         self.position = sum(state["position"] for state in states.values())
 
 
-class Average:
+class Held:
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+class Average(Held):
     """A moving average of the weights: user state with DTensors."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.values = {name: p.detach().clone() for name, p in model.named_parameters()}
-        self.count = 0
+        super().__init__({"values": {name: p.detach().clone() for name, p in model.named_parameters()}, "count": 0})
 
     def update(self, model: nn.Module) -> None:
-        self.count += 1
+        self.state["count"] += 1
         for name, p in model.named_parameters():
-            self.values[name].mul_(0.5).add_(p.detach(), alpha=0.5)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"values": self.values, "count": self.count}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.values, self.count = state["values"], state["count"]
+            self.state["values"][name].mul_(0.5).add_(p.detach(), alpha=0.5)
 
 
 MESHES = {1: ("shard",), 2: ("replicate", "shard")}
@@ -132,12 +136,12 @@ class Trainee:
         values = {f"model.{name}": whole(one) for name, one in self.model.state_dict().items()}
         for p, state in self.optimizer.state.items():
             values |= {f"optimizer.{names[id(p)]}.{key}": whole(one) for key, one in state.items()}
-        values |= {f"average.{name}": whole(one) for name, one in self.average.values.items()}
+        values |= {f"average.{name}": whole(one) for name, one in self.average.state["values"].items()}
         values["groups"] = [
             {key: one for key, one in group.items() if key != "params"} for group in self.optimizer.param_groups
         ]
         values["scheduler"] = self.scheduler.state_dict()
-        values["count"] = self.average.count
+        values["count"] = self.average.state["count"]
         return values
 
     def own(self) -> dict[str, Any]:
@@ -183,17 +187,6 @@ def flip(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 4
     path.write_bytes(data)
-
-
-class Held:
-    def __init__(self, state: Any) -> None:
-        self.state = state
-
-    def state_dict(self) -> Any:
-        return self.state
-
-    def load_state_dict(self, state: Any) -> None:
-        self.state = state
 
 
 class Extra(nn.Module):
