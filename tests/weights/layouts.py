@@ -13,10 +13,10 @@ from shardkit.weights.boxes import Box, Held, Wanted
 Shapes = dict[str, tuple[int, ...]]
 
 
-def llama(hidden: int, inner: int, layers: int, heads: int, vocabulary: int = 128256, head: int = 128) -> Shapes:
-    """Shapes of a Llama 3 checkpoint with 8 key heads."""
+def llama(hidden: int, inner: int, heads: int, vocabulary: int = 128256, head: int = 128) -> Shapes:
+    """Shapes of a Llama 3 checkpoint with 8 key heads, and ten of its layers."""
     shapes: Shapes = {"embed_tokens": (vocabulary, hidden), "lm_head": (vocabulary, hidden), "norm": (hidden,)}
-    for layer in range(layers):
+    for layer in range(10):
         shapes |= {
             f"{layer}.q": (heads * head, hidden),
             f"{layer}.k": (8 * head, hidden),
@@ -31,7 +31,7 @@ def llama(hidden: int, inner: int, layers: int, heads: int, vocabulary: int = 12
     return shapes
 
 
-LLAMAS = {"8B": llama(4096, 14336, 32, 32), "70B": llama(8192, 28672, 80, 64)}
+LLAMAS = {"8B": llama(4096, 14336, 32), "70B": llama(8192, 28672, 64)}
 
 
 def boxes(shape: Sequence[int], placements: Sequence[Placement], mesh: Sequence[int]) -> list[tuple[Box, ...]]:

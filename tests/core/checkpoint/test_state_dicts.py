@@ -134,10 +134,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 HELPER_CASES = [
-    (world_size, kind, model, name)
-    for name in OPTIONS
-    for world_size, kind, model in [(1, "fsdp", "mlp"), (2, "fsdp", "mlp"), (3, "fsdp", "frozen"), (4, "hsdp", "mlp")]
-    if world_size == 2 or name in ("default", "full", "broadcast", "ignore_frozen")
+    *((2, "fsdp", "mlp", name) for name in OPTIONS),
+    *((1, "fsdp", "mlp", name) for name in ("default", "full", "broadcast")),
+    *((3, "fsdp", "frozen", name) for name in ("default", "full", "broadcast", "ignore_frozen")),
+    *((4, "hsdp", "mlp", name) for name in ("default", "broadcast")),
 ]
 
 
