@@ -187,18 +187,26 @@ def test_policies(rank: int, world_size: int) -> None:
 @on_ranks(2)
 def test_settings(rank: int, world_size: int) -> None:
     model = _mlp()
-    for depth in (-1, 1.0, True, None):
-        with pytest.raises(ValueError, match=r"prefetch depth must be an int >= 0"):
-            model.set_prefetch_depth(depth)
+    for error, message, setter, *values in (
+        (ValueError, "prefetch depth must be an int >= 0", model.set_prefetch_depth, -1, 1.0, True, None),
+        (ValueError, "divide factor must be a positive number", model.set_gradient_divide_factor, 0, -2.0),
+        (TypeError, "max_input_buffers must be an int", model.set_reduce_scatter_max_input_buffers, 1.5),
+        (ValueError, "max_input_buffers must be at least 1", model.set_reduce_scatter_max_input_buffers, 0),
+        (ValueError, "takes a bool", model.set_reshard_after_forward, 2),
+        (NotImplementedError, "NCCL", model.set_symm_mem_for_comm, "MPI"),
+    ):
+        for value in values:
+            with pytest.raises(error, match=message):
+                setter(value)
     for method in (model.set_modules_to_forward_prefetch, model.set_modules_to_backward_prefetch):
-        with pytest.raises(ValueError, match=rf"{method.__name__} got a Linear in place 1 of its list, expected"):
-            method([model.blocks[0], model.inp])
-        with pytest.raises(TypeError, match=rf"{method.__name__} got 'blocks\.0', expected a list of modules"):
-            method("blocks.0")
-        with pytest.raises(TypeError, match=rf"{method.__name__} got a FSDPBlock, expected a list"):
-            method(model.blocks[0])
-        with pytest.raises(ValueError, match=rf"{method.__name__} got '0' in place 1 of its list"):
-            method([model.blocks[0], "0"])
+        for error, message, value in (
+            (ValueError, "a Linear in place 1 of its list, expected", [model.blocks[0], model.inp]),
+            (TypeError, r"'blocks\.0', expected a list of modules", "blocks.0"),
+            (TypeError, "a FSDPBlock, expected a list", model.blocks[0]),
+            (ValueError, "'0' in place 1 of its list", [model.blocks[0], "0"]),
+        ):
+            with pytest.raises(error, match=f"{method.__name__} got {message}"):
+                method(value)
     for name, setting in (
         ("set_requires_gradient_sync", "requires_gradient_sync"),
         ("set_requires_all_reduce", "requires_all_reduce"),
@@ -214,17 +222,6 @@ def test_settings(rank: int, world_size: int) -> None:
     model.set_requires_gradient_sync(np.bool_(True))
     model.set_is_last_backward(torch.tensor(True))
     model.set_reshard_after_backward(1)
-    for factor in (0, -2.0):
-        with pytest.raises(ValueError, match=r"divide factor must be a positive number"):
-            model.set_gradient_divide_factor(factor)
-    with pytest.raises(TypeError, match="max_input_buffers must be an int"):
-        model.set_reduce_scatter_max_input_buffers(1.5)
-    with pytest.raises(ValueError, match="max_input_buffers must be at least 1"):
-        model.set_reduce_scatter_max_input_buffers(0)
-    with pytest.raises(ValueError, match="takes a bool"):
-        model.set_reshard_after_forward(2)
-    with pytest.raises(NotImplementedError, match="NCCL"):
-        model.set_symm_mem_for_comm("MPI")
     with pytest.raises(ValueError, match=r"FSDPMLP has no method 'generate'"):
         register_fsdp_forward_method(model, "generate")
     register_fsdp_forward_method(nn.Linear(2, 2), "generate")  # no-op, as in stock
