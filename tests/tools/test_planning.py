@@ -157,8 +157,9 @@ def test_a_device_that_is_too_small_gets_memory_of_the_host_and_then_files():
     code = code_of(filed)
     assert f"states=FileTier(directory, {filed.candidate.policies.resident})" in code
     exec(compile(code, "pasted", "exec"), {})
+    stepped = replace(deep, policies=best.candidate.policies)
     with pytest.raises(NothingFits, match=r"on the device .*2 ranks need .* of host memory\. Use more hosts"):
-        propose(deep, 2, short.replace(storage=1), limit, most_micro_batch=2)
+        propose(stepped, 2, short.replace(host_memory=1000), limit, most_micro_batch=2)
 
 
 def test_proposals_differ_by_more_than_the_error(ample: list[Proposal]):
