@@ -5,12 +5,10 @@ paths are timed in turn, on the same ranks.
 """
 
 import functools
-import shutil
 import tempfile
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp as stock
 from torch import nn
@@ -51,7 +49,8 @@ pytestmark = pytest.mark.benchmark(timer=clock)
 
 @functools.cache
 def _ranks(body):
-    return run_ranks(4, body, timeout=120.0)
+    with tempfile.TemporaryDirectory() as directory:
+        return run_ranks(4, body, directory, timeout=120.0)
 
 
 @PATHS
@@ -61,9 +60,9 @@ def test_step_2d(benchmark, path):
 
 
 @PATHS
-def test_save_2d(benchmark, path):
+def test_save_2d(benchmark, path, tmp_path):
     """`torch.distributed.checkpoint.save` of the weights; `collectives` counts those that redistribute tensors."""
-    benchmark.extra_info["collectives"] = max(run_ranks(4, _collectives_of_a_save, path))
+    benchmark.extra_info["collectives"] = max(run_ranks(4, _collectives_of_a_save, tmp_path, path))
     clock.report(benchmark, _saves, path)
 
 
@@ -73,7 +72,7 @@ def test_load_2d(benchmark, path):
     clock.report(benchmark, _loads, path)
 
 
-def _steps(rank, world_size):
+def _steps(rank, world_size, directory):
     return in_turn({path: _step(path) for path in NAMES}, rounds=12, warmup=3)
 
 
@@ -90,43 +89,28 @@ def _step(path):
     return step
 
 
-def _saves(rank, world_size):
-    return _of_states(dcp.save)
+def _saves(rank, world_size, directory):
+    return _of_states(dcp.save, directory)
 
 
-def _loads(rank, world_size):
-    return _of_states(dcp.load)
+def _loads(rank, world_size, directory):
+    return _of_states(dcp.load, directory)
 
 
-def _of_states(call):
-    """Seconds of the call with the weights and a directory of each path, in which they have been saved."""
-    where, calls = _directory(), {}
+def _of_states(call, directory):
+    """Seconds of the call with the weights of each path, which have been saved."""
+    calls = {}
     for path in NAMES:
-        state, directory = _network(path).state_dict(), f"{where}/{path}"
-        dcp.save(state, checkpoint_id=directory)
-        calls[path] = functools.partial(call, state, checkpoint_id=directory)
-    seconds = in_turn(calls, rounds=12, warmup=3)
-    _remove(where)
-    return seconds
+        state, place = _network(path).state_dict(), f"{directory}/{path}"
+        dcp.save(state, checkpoint_id=place)
+        calls[path] = functools.partial(call, state, checkpoint_id=place)
+    return in_turn(calls, rounds=12, warmup=3)
 
 
-def _collectives_of_a_save(rank, world_size, path):
-    state, where = _network(path).state_dict(), _directory()
+def _collectives_of_a_save(rank, world_size, directory, path):
     with CommDebugMode() as communication:
-        dcp.save(state, checkpoint_id=where)
-    _remove(where)
+        dcp.save(_network(path).state_dict(), checkpoint_id=directory)
     return sum(count for op, count in communication.get_comm_counts().items() if "functional" in str(op))
-
-
-def _directory():
-    where = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(where)
-    return where[0]
-
-
-def _remove(where):
-    dist.barrier()
-    shutil.rmtree(where, ignore_errors=True)
 
 
 def _network(path):

@@ -23,7 +23,7 @@ from shardkit.tp_adapter import (
 )
 from shardkit.tp_adapter.logical_tensor import LogicalTensor
 from tests.support import on_ranks, rank_mesh, run_ranks
-from tests.tp_adapter.models import HEADS, NAMES, PROJECTIONS, SPECS, fused_model, grouped_model
+from tests.tp_adapter.models import HEADS, OPTIMIZERS, PROJECTIONS, SPECS, fused_model, grouped_model, shard
 from tests.tp_adapter.trainee import Trainee, assert_equal
 
 PACKED = SubBlocks(PROJECTIONS, sizes=HEADS.sizes)
@@ -45,25 +45,15 @@ def unpacked(full: dict[str, torch.Tensor], name: str = "grouped") -> dict[str, 
 
 def trainee_of(name: str, shape: tuple[int, ...], seed: int, dim: int | None) -> Trainee:
     """A model and an optimizer with states; over one axis there is no tensor parallelism at all, of "grouped" only."""
-    if len(shape) > 1 and dim is None:
-        return Trainee.of(name, shape, seed)
-    torch.manual_seed(seed)
-    model, mesh = grouped_model(), rank_mesh(shape, NAMES.get(len(shape), ("dp",)))
     if len(shape) > 1:
-        SPECS["grouped"].parallelize(model, mesh["tp"])
-        mesh = mesh["dp"]
-    else:
-        for block, name in itertools.product(model.blocks, ("weight", "bias")):
-            declare_sub_blocks(block.qkv_proj, name, PACKED)
-    placement = None if dim is None else lambda parameter: Shard(min(dim, parameter.ndim - 1))
-    for block in model.blocks:
-        shardkit.fully_shard(block, mesh=mesh, shard_placement_fn=placement)
-    shardkit.fully_shard(model, mesh=mesh, shard_placement_fn=placement)
-    trainee = Trainee(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-    SPECS["grouped"].loss(model, seed).backward()
-    trainee.optimizer.step()
-    trainee.optimizer.zero_grad()
-    return trainee
+        placement = None if dim is None else lambda parameter: Shard(min(dim, parameter.ndim - 1))
+        return Trainee.of(name, shape, seed, shard_placement_fn=placement)
+    torch.manual_seed(seed)
+    model = grouped_model()
+    for block, kind in itertools.product(model.blocks, ("weight", "bias")):
+        declare_sub_blocks(block.qkv_proj, kind, PACKED)
+    shard(model, shardkit, rank_mesh(shape, ("dp",)))
+    return Trainee(model, OPTIMIZERS["adamw"](model.parameters())).trained(name, seed)
 
 
 def whole_of(entry: torch.Tensor) -> torch.Tensor:

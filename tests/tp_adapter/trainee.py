@@ -29,20 +29,20 @@ class Trainee:
     optimizer: torch.optim.Optimizer
 
     @classmethod
-    def of(
-        cls, name: str, shape: tuple[int, ...], seed: int, api: Any = shardkit, optimizer: str = "adamw", steps: int = 1
-    ) -> "Trainee":
+    def of(cls, name: str, shape: tuple[int, ...], seed: int, api: Any = shardkit, **options: Any) -> "Trainee":
         torch.manual_seed(seed)
         model = SPECS[name].build()
         data, tensor = axes(shape)
         SPECS[name].parallelize(model, tensor)
-        shard(model, api, data)
-        trainee = cls(model, OPTIMIZERS[optimizer](model.parameters()))
-        for step in range(steps):
-            SPECS[name].loss(model, seed + step).backward()
-            trainee.optimizer.step()
-            trainee.optimizer.zero_grad()
-        return trainee
+        shard(model, api, data, **options)
+        return cls(model, OPTIMIZERS["adamw"](model.parameters())).trained(name, seed)
+
+    def trained(self, name: str, seed: int) -> "Trainee":
+        """Itself, after a step."""
+        SPECS[name].loss(self.model, seed).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return self
 
     def state(self) -> dict[str, Any]:
         return {
