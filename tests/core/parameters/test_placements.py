@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -22,10 +23,12 @@ from shardkit.core import (
     grad_norm,
     materialize,
 )
+from shardkit.core.events import GatherStarted, ReduceStarted
 from shardkit.core.parameters import collect
 from shardkit.core.parameters.placements import layout_for
 from shardkit.core.torch_compat import local_of
 from tests.support import networked_mesh, on_ranks, rank_mesh
+from tests.support.heard import heard
 from tests.support.models import Composed, GatedBlock, TiedModel
 from tests.support.sharding import shard_each
 from tests.support.twins import batch
@@ -145,6 +148,23 @@ def test_bytes_lie_where_the_placement_says(rank: int, world_size: int) -> None:
             else:
                 size = one.rows or one.elements
                 assert layout.offset(rank) % size == 0 or not local.numel()
+
+
+@on_ranks(2, 3)
+def test_a_step_sends_the_bytes_of_shard(rank: int, world_size: int) -> None:
+    """Over shared memory, by all ranks together: a frozen weight is gathered and not reduced."""
+    totals = []
+    for placement in ("shard", "owned", "rows", "elements", "mixed"):
+        model = build(placement)
+        with heard(GatherStarted, ReduceStarted) as started:
+            loss_of(model, rank).backward()
+        kinds = GatherStarted, ReduceStarted
+        sent = torch.tensor([sum(one.wire_bytes for one in started if type(one) is kind) for kind in kinds])
+        dist.all_reduce(sent)
+        totals.append(sent.tolist())
+    whole = sum(p.numel() * p.itemsize for p in model.parameters() if p.requires_grad and p.ndim)
+    assert totals[0][1] == whole * (world_size - 1)
+    assert totals == totals[:1] * 5
 
 
 def _experts(shape: tuple[int, ...]) -> Any:
