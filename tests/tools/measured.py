@@ -4,7 +4,7 @@ import contextlib
 import os
 import time
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardkit.core import events
 from shardkit.core.runtime import choice
 from shardkit.core.runtime.shared import meeting, segment
+from shardkit.tools.profiling.log import STARTED
 from tests.tools.jobs import JOBS, mesh_of
 
 
@@ -79,8 +80,7 @@ class Measured:
     peak: int
     outbox: int
     at: str
-    communication: list[tuple[Any, ...]] = field(default_factory=list)
-    seconds: float = 0.0
+    communication: list[tuple[Any, ...]]
 
 
 @contextlib.contextmanager
@@ -103,28 +103,24 @@ def shared_memory(allowed: bool):
             cache.update(known)
 
 
-def describe(event: Any) -> tuple[Any, ...] | None:
-    names = {"GatherStarted": "all-gather", "ReduceStarted": "reduce-scatter", "AllReduceStarted": "all-reduce"}
-    name = names.get(type(event).__name__)
-    return name and (name, event.fqn, event.bytes, event.wire_bytes, str(event.dtype))
-
-
-def run_job(rank: int, world_size: int, name: str, shared: bool, iterations: int = 4) -> Measured:
+def run_job(rank: int, world_size: int, name: str, shared: bool) -> Measured:
     """Trains for some iterations and measures the last one, in which nothing is set up any more."""
     job, axes = JOBS[name], mesh_of(name, world_size)
-    found: list[Any] = []
-    with shared_memory(shared), Meter() as meter, events.subscribe(meter.hear):
+    found: list[tuple[Any, ...]] = []
+
+    def hear(event: Any) -> None:
+        if kind := STARTED.get(type(event)):
+            found.append((kind, event.fqn, event.bytes, event.wire_bytes, str(event.dtype)))
+
+    with shared_memory(shared), Meter() as meter, events.subscribe(meter.hear), events.subscribe(hear):
         mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
         model = job.build(mesh)
         optimizer = job.optimizer(model.parameters())
-        for number in range(iterations):
+        for number in range(4):
             meter.slow = shared and world_size > 1 and (rank + number) % 2 == 1
             batches = [job.inputs() for _ in range(job.policies.accumulate)]
-            meter.looking = number == iterations - 1
-            if meter.looking:
-                with events.subscribe(lambda event: found.append(describe(event))):
-                    job.run(model, optimizer, batches)
-            else:
-                job.run(model, optimizer, batches)
+            meter.looking = number == 3
+            found.clear()
+            job.run(model, optimizer, batches)
             del batches
-    return Measured(meter.peak, meter.outbox_at_peak, meter.at, [one for one in found if one is not None])
+    return Measured(meter.peak, meter.outbox_at_peak, meter.at, found)

@@ -157,41 +157,41 @@ def test_groups_that_are_too_small() -> None:
     assert "small-group" not in rules(report(*(rank(number, operations(*large)) for number in (0, 1))))
 
 
-def test_a_group_that_is_gathered_five_times() -> None:
-    five = [{"exposed": 0.002, "blocked": 0.002}] * 5
-    one = found(report(rank(0, operations(*five)), rank(1, operations(*five))), "gathered-often")
-    assert "'blocks.0' is gathered 5 times a step where twice would do: 12.0 MiB more to send" in one.seen
-    assert one.cost == pytest.approx(3 * 0.002)
+FIVE = [{"exposed": 0.002, "blocked": 0.002}] * 5
+MISSED = [ModuleOfRank("blocks.0", ["Linear"], 0, 4, 0, 0, 0, 0)]
+MOSTLY_ACTIVATIONS = replace(
+    memory(),
+    peak=50 * MIB,
+    peak_categories=memory().peak_categories | {"activations": 30 * MIB, "sharded_parameters": 10 * MIB},
+)
+QUIET = operations(HIDDEN)
+LAUNCHING = [replace(step, launch=0.02) for step in rank(0).steps]
 
 
-def test_modules_that_are_not_prefetched() -> None:
-    modules = [ModuleOfRank("blocks.0", ["Linear"], 0, 4, 0, 0, 0, 0)]
-    assert found(report(*(rank(n, modules=modules) for n in (0, 1))), "prefetch-miss").cost == pytest.approx(0.01)
-
-
-def test_communication_that_nothing_hides() -> None:
-    one = found(report(rank(0), rank(1)), "exposed")
-    assert "communication of 1 groups is not hidden by computation, most of 'blocks.0'" in one.seen
-
-
-def test_uneven_shards() -> None:
-    shares = {"blocks.0": 6 * MIB}, {"blocks.0": 2 * MIB}
-    made = report(*(rank(n, operations(HIDDEN), shard_bytes=share) for n, share in enumerate(shares)))
-    assert found(made, "uneven-shards").cost == 4 * 2 * MIB
-
-
-def test_what_the_peak_is_made_of() -> None:
-    held = replace(memory(), peak_categories=memory().peak_categories | {"activations": 30 * MIB}, peak=50 * MIB)
-    held.peak_categories["sharded_parameters"] = 10 * MIB
-    one = found(report(rank(0, operations(HIDDEN), memory=held), rank(1, operations(HIDDEN))), "peak")
-    assert "is mostly activations" in one.seen
-    assert one.cost == 30 * MIB
-
-
-def test_host() -> None:
-    slow = rank(0, operations(HIDDEN))
-    slow = replace(slow, steps=[replace(step, launch=0.02) for step in slow.steps])
-    assert found(report(slow, rank(1, operations(HIDDEN))), "launch").cost == pytest.approx(0.02)
+@pytest.mark.parametrize(
+    ("rule", "ranks", "cost", "words"),
+    [
+        (
+            "gathered-often",
+            [rank(number, operations(*FIVE)) for number in (0, 1)],
+            3 * 0.002,
+            "'blocks.0' is gathered 5 times a step where twice would do: 12.0 MiB more to send",
+        ),
+        ("prefetch-miss", [rank(number, modules=MISSED) for number in (0, 1)], 0.01, "blocks.0"),
+        ("exposed", [rank(0), rank(1)], 0.01, "of 1 groups is not hidden by computation, most of 'blocks.0'"),
+        (
+            "uneven-shards",
+            [rank(n, QUIET, shard_bytes={"blocks.0": size * MIB}) for n, size in enumerate((6, 2))],
+            4 * 2 * MIB,
+            "",
+        ),
+        ("peak", [rank(0, QUIET, memory=MOSTLY_ACTIVATIONS), rank(1, QUIET)], 30 * MIB, "is mostly activations"),
+        ("launch", [rank(0, QUIET, steps=LAUNCHING), rank(1, QUIET)], 0.02, ""),
+    ],
+)
+def test_what_a_rule_finds(rule: str, ranks: list[Rank], cost: float, words: str) -> None:
+    one = found(report(*ranks), rule)
+    assert one.cost == pytest.approx(cost) and words in one.seen
 
 
 def test_the_command_speaks_plainly_and_refuses_what_is_no_report(tmp_path, capsys) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from shardkit.core.torch_compat import GRAD_DTYPE_DECIDES
 from shardkit.tools import EstimateError, Policies, TrainingJob, estimate_job
@@ -66,7 +65,8 @@ def test_with_memory_to_spare_speed_decides(ample: list[Proposal]):
     seconds = [proposal.sample_seconds for proposal in ample]
     assert seconds == sorted(seconds)
     best = ample[0].candidate
-    assert best.micro_batch == 2 and not best.policies.checkpoint
+    assert not best.policies.checkpoint
+    assert {proposal.candidate.micro_batch for proposal in ample} == {micro_batch_of(JOB)} == {2}
     assert any("of the limit" in reason for reason in ample[0].reasons)
 
 
@@ -231,14 +231,9 @@ def test_the_code_of_tensor_parallelism_can_be_followed(cut: list[Proposal]):
 
 
 def test_a_plan_of_the_users_own_is_imported_by_its_name(cut: list[Proposal]):
-    code = code_of(replace(cut[0], tensor_parallel=cut_in_halves))
-    assert "from tests.tools.test_planning import cut_in_halves" in code
-    assert 'cut_in_halves(model, mesh["tp"])' in code
-
-
-def cut_in_halves(model: nn.Module, mesh: DeviceMesh) -> None:
-    """A plan of the user's own."""
-    cut_projections(model, mesh)
+    code = code_of(replace(cut[0], tensor_parallel=two_dimensions))
+    assert "from tests.tools.jobs import two_dimensions" in code
+    assert 'two_dimensions(model, mesh["tp"])' in code
 
 
 def test_heads_that_cannot_be_shared_evenly_are_refused():
@@ -314,8 +309,3 @@ def test_code_names_lists_once_and_both_dtypes(ample: list[Proposal]):
     assert f"mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.{reduced})" in code
     plain = code_of(ample[0])
     assert "    for block in model.blocks:" in plain and "mp_policy" not in plain
-
-
-def test_the_smallest_micro_batch_is_the_jobs_own(ample: list[Proposal]):
-    assert micro_batch_of(JOB) == 2
-    assert {proposal.candidate.micro_batch for proposal in ample} == {2}
