@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from recording import Recording, gradient_norm, sharded_modules, tokens
+from recording import Recording, sharded_modules, tokens
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
@@ -62,7 +62,7 @@ def train(
     model: nn.Module,
     around: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
 ) -> None:
-    """Three steps of AdamW, forward and backward inside `around()`."""
+    """Three steps of AdamW, each inside `around()`."""
     recording.note("sharded modules", sharded_modules(model))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(3):
@@ -70,9 +70,5 @@ def train(
         with around():
             logits = model(batch)
             loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), batch.flatten())
-            loss.backward()
-        recording.note("losses", loss)
-        recording.note("gradient norms", gradient_norm(model))
-        optimizer.step()
-        optimizer.zero_grad()
+            recording.step(model, optimizer, loss)
     recording.end(model)

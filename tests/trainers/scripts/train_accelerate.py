@@ -70,12 +70,8 @@ def main() -> None:
         train(recording, accelerator, objects, 4)
         if case == "plain":
             accelerator.save_state(str(options.own))
-            recording.note(
-                "full",
-                accelerator.get_state_dict(objects[0])["model.layers.0.mlp.up_proj.weight"]
-                if accelerator.is_main_process
-                else accelerator.get_state_dict(objects[0]) and 0,
-            )
+            full = accelerator.get_state_dict(objects[0])  # of the main process alone
+            recording.note("full", full["model.layers.0.mlp.up_proj.weight"] if accelerator.is_main_process else None)
         recording.end(objects[0])
     for case, checkpoint in resumptions(options).items():
         recording.begin(case)

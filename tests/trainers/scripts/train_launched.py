@@ -2,7 +2,7 @@
 
 import torch
 from accelerate import Accelerator
-from recording import Recording, accelerators_of_cpu, arguments, gradient_norm, sharded_modules, tiny_llama, tokens
+from recording import Recording, accelerators_of_cpu, arguments, sharded_modules, tiny_llama, tokens
 from torch.utils.data import DataLoader
 
 
@@ -17,13 +17,7 @@ def main() -> None:
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     recording.note("sharded modules", sharded_modules(model))
     for batch in loader:
-        loss = model(input_ids=batch, labels=batch).loss
-        accelerator.backward(loss)
-        recording.note("losses", loss)
-        recording.note("gradient norms", gradient_norm(model))
-        accelerator.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
+        recording.step(model, optimizer, model(input_ids=batch, labels=batch).loss, accelerator.backward)
     recording.end(model)
     recording.save(options.out)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from recording import Recording, arguments, gradient_norm, tokens
+from recording import Recording, arguments, tokens
 from titan import dims_of, sharded
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -67,11 +67,7 @@ def main() -> None:
                     if logits.shape[-1] < 2048:
                         logits = Whole.apply(logits, dims.get_mesh("tp").get_group())
                     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), batch.flatten())
-                    loss.backward()
-                recording.note("losses", loss)
-                recording.note("gradient norms", gradient_norm(model))
-                optimizer.step()
-                optimizer.zero_grad()
+                    recording.step(model, optimizer, loss)
             recording.end(model)
     recording.save(options.out)
 
