@@ -103,12 +103,6 @@ def walk(entries: list[Entry], trains: bool = True) -> list[tuple[int, str, str]
     return places
 
 
-def test_a_step_begins_with_the_forward_after_an_optimizer_step() -> None:
-    entries = [*ROOT, *ROOT, *OPTIMIZER, *OPTIMIZER, *ROOT]
-    assert [step for step, _, _ in walk(entries)] == [0] * 8 + [1] * 2
-    assert [step for step, _, _ in walk([*ROOT, *ROOT, *ROOT], trains=False)] == [0, 0, 1, 1, 2, 2]
-
-
 def test_phases_and_modules_are_followed_inwards_and_out() -> None:
     entries: list[Entry] = [
         ROOT[0],
