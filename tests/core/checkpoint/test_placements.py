@@ -11,14 +11,7 @@ import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp as stock
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    get_state_dict,
-    set_optimizer_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint import state_dict as helpers
 from torch.distributed.tensor import Shard
 
 from shardkit.core import Blocks, Owned, full_state_dict, load_full_state_dict, plan_owners
@@ -102,7 +95,7 @@ def save(rank: int, world_size: int, how: str, layout: str, path: Path) -> dict[
         with CheckpointManager(path) as manager:
             manager.save(3, TrainingState(model, optimizer))
         return contents(model, optimizer)
-    model_state, optimizer_state = get_state_dict(model, optimizer)
+    model_state, optimizer_state = helpers.get_state_dict(model, optimizer)
     state = {"model": model_state, "optimizer": optimizer_state}
     if how == "dcp.async_save":
         dcp.async_save(state, checkpoint_id=path).result()
@@ -121,10 +114,10 @@ def load(rank: int, world_size: int, how: str, layout: str, path: Path) -> dict[
         assert manager.restore(TrainingState(model, optimizer), source=source) is not None
     else:
         path = ours if ours.exists() else path
-        model_state, optimizer_state = get_state_dict(model, optimizer)
+        model_state, optimizer_state = helpers.get_state_dict(model, optimizer)
         state = {"model": model_state, "optimizer": optimizer_state}
         dcp.load(state, checkpoint_id=path)
-        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        helpers.set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     found = contents(model, optimizer)
     train(model, optimizer, 1)  # training goes on after a load
     return found
@@ -160,7 +153,7 @@ def test_full_state_dicts(rank: int, world_size: int, layout: str) -> None:
     expected = weights(build("shard", world_size, 1))
     model = build(layout, world_size, 1)
     assert_equal(full_state_dict(model, rank0_only=False), expected)
-    assert_equal(get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)), expected)
+    assert_equal(helpers.get_model_state_dict(model, options=helpers.StateDictOptions(full_state_dict=True)), expected)
     other = build(layout, world_size, 2)
     load_full_state_dict(other, expected if rank == 0 else None)
     assert_equal(weights(other), expected)
@@ -219,15 +212,15 @@ def test_whole_optimizer_state_of_any_placements_goes_into_shards(
     model, optimizer = made(layout, world_size, 1)
     train(model, optimizer, 3)
     expected = contents(model, optimizer)
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    full: list[Any] = [copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=options))]
+    options = helpers.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    full: list[Any] = [copy.deepcopy(helpers.get_optimizer_state_dict(model, optimizer, options=options))]
     if not broadcast:
         dist.broadcast_object_list(full, src=0)
     resumed_model, first = made("shard", world_size, 1)
     train(resumed_model, first, 3)
     resumed = adamw(resumed_model)
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
-    set_optimizer_state_dict(resumed_model, resumed, copy.deepcopy(full[0]), options=options)
+    options = helpers.StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
+    helpers.set_optimizer_state_dict(resumed_model, resumed, copy.deepcopy(full[0]), options=options)
     assert_equal(contents(resumed_model, resumed), expected)
 
 
@@ -237,5 +230,5 @@ def test_torch_does_not_gather_what_owners_alone_have(rank: int, world_size: int
     optimizer = torch.optim.Adafactor([one for one in model.parameters() if one.ndim > 1])
     train(model, optimizer, 1)
     with pytest.raises(RuntimeError, match=r"some ranks have no state of Adafactor.*CheckpointManager"):
-        get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
-    assert get_optimizer_state_dict(model, optimizer)["state"]
+        helpers.get_optimizer_state_dict(model, optimizer, options=helpers.StateDictOptions(full_state_dict=True))
+    assert helpers.get_optimizer_state_dict(model, optimizer)["state"]
