@@ -65,7 +65,7 @@ def run_ranks(
     if isolated:
         alone = _Pool(world_size)
         try:
-            return alone.run(_name_of(body), call, timeout, seed, seed_per_rank)
+            return alone.run(_name_of(body), call, timeout, seed, seed_per_rank, is_last=True)
         finally:
             alone.kill()
     pool = _pools.get(world_size) or _Pool(world_size)
@@ -155,9 +155,11 @@ class _Pool:
             self.kill()
             raise
 
-    def run(self, name: str, call: bytes, timeout: float, seed: int, seed_per_rank: bool) -> list[Any]:
+    def run(
+        self, name: str, call: bytes, timeout: float, seed: int, seed_per_rank: bool, *, is_last: bool = False
+    ) -> list[Any]:
         for rank, connection in enumerate(self.connections):
-            self._send(connection, Job(call, seed + rank * seed_per_rank))
+            self._send(connection, Job(call, seed + rank * seed_per_rank, is_last))
         outcomes = self._collect(name, timeout)
         self._show_output()
         _warn_again(outcomes)

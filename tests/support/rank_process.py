@@ -72,6 +72,7 @@ class Job:
 
     call: bytes
     seed: int
+    is_last: bool  # of this process
 
 
 @dataclass(frozen=True)
@@ -122,8 +123,8 @@ def serve(place: RankPlace, connection: Connection) -> None:
             reply = _clean(environment, all_garbage=count % 100 == 99)
         sys.stdout.flush()
         sys.stderr.flush()
-        if place.rank == 0 and (isinstance(request, Clean) or reply.error):  # an error ends the pool without cleaning
-            _save_coverage()
+        if place.rank == 0 and (isinstance(request, Clean) or request.is_last or reply.error):
+            _save_coverage()  # after the last job, and after an error, nothing is cleaned
         connection.send_bytes(pickle.dumps(reply))
 
 
