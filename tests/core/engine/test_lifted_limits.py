@@ -253,6 +253,25 @@ def test_torch_loads_the_full_optimizer_state_of_zero_dim_parameters(rank: int, 
         state = get_optimizer_state_dict(twins.sharded, sharded, options=options)
 
 
+class _Counting(torch.optim.SGD):
+    """Keeps a plain number for each parameter, under a name that torch's optimizers do not have."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for one in self.param_groups[0]["params"]:
+            self.state[one]["seen"] = self.state[one].get("seen", torch.zeros(())) + 1
+
+
+@on_ranks(2)
+def test_plain_numbers_of_other_optimizers_stay_plain(rank: int, world_size: int) -> None:
+    twins = Twins.of(rank, world_size, _scaled, shard_children)
+    optimizer = _Counting(twins.sharded.parameters(), 0.1)
+    for _ in range(3):
+        twins.backward(_vector_loss)
+        optimizer.step()
+    assert {type(state["seen"]) for state in optimizer.state.values()} == {torch.Tensor}
+
+
 # -- mixed dtypes ------------------------------------------------------------------------------------------------------
 
 

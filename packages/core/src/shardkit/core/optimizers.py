@@ -80,7 +80,8 @@ def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
         steps = plain_steps_of(optimizer, make=bool(plain))
         if steps is not None:
             steps.chosen = frozenset(map(id, plain))
-        scalars = [place for place, one in enumerate(held) if isinstance(one, DTensor) and not one.ndim]
+        known_state = steps_by_element(optimizer)  # others may keep plain numbers under any name
+        scalars = [place for place, one in enumerate(held) if known_state and isinstance(one, DTensor) and not one.ndim]
         known = _held_by[optimizer] = _Held(identities, groups, scalars)
     _check_gradients(optimizer, known)
     if steps is not None and steps.chosen:
