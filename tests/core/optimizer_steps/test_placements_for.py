@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
+from scripts.separate_optimizers import DATA, tried
 from shardkit.core import (
     Blocks,
     CPUOffloadPolicy,
@@ -30,7 +31,6 @@ from tests.core.optimizer_steps.placed_training import (
     shard_layers,
     step,
 )
-from tests.core.optimizer_steps.separate_optimizers import DATA, tried
 from tests.support import on_ranks, rank_mesh
 from tests.support.models import Composed, TiedModel
 
@@ -106,7 +106,7 @@ KNOWN: dict[str, Any] = json.loads(DATA.read_text())
 @pytest.mark.slow
 @pytest.mark.parametrize("package", KNOWN)
 def test_classes_that_step_on_each_parameter_by_itself(package: str) -> None:
-    """If this fails: python -m tests.core.optimizer_steps.separate_optimizers."""
+    """If this fails: python -m scripts.separate_optimizers."""
     pytest.importorskip(package.replace("-", "_"))
     assert tried(package) == KNOWN[package]
 

@@ -113,7 +113,7 @@ def _refuse_mixed_lists(optimizer: torch.optim.Optimizer, plain: Sequence[DTenso
 
 @functools.cache
 def _known_to_step_alone() -> frozenset[str]:
-    """The classes that `tests/core/optimizer_steps/separate_optimizers.py` has tried, by qualified name."""
+    """The classes that `scripts/separate_optimizers.py` has tried, by qualified name."""
     packages = json.loads(Path(__file__).with_name("separate_optimizers.json").read_text())
     return frozenset(name for package in packages.values() for name in package["classes"])
 

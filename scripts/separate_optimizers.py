@@ -1,9 +1,9 @@
 """Tries which classes of optimizers step on each parameter by itself; the package keeps their names as data.
 
-    python -m tests.core.optimizer_steps.separate_optimizers
+    python -m scripts.separate_optimizers
 
 writes the names of those classes of the installed torch, bitsandbytes, torchao, heavyball and pytorch-optimizer.
-A slow test of test_placements_for.py compares.
+A slow test of tests/core/optimizer_steps/test_placements_for.py compares.
 
 On `Owned` an optimizer sees only the matrices of one rank. If it computes a number from all of its parameters (a norm
 for clipping, a step size, the direction of a line search), or communicates, its result would be wrong, and nothing in
