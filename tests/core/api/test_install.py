@@ -1,8 +1,10 @@
 """install() and uninstall(): whose names they replace, that stock's engine does not run meanwhile, and bad input."""
 
+import contextlib
 import functools
 import gc
 import importlib
+import io
 import pickle
 import sys
 import types
@@ -16,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardkit.core as shardkit
-from tests.support import on_ranks, rank_mesh, run_ranks
+from tests.support import on_ranks, rank_mesh
 from tests.support.models import Block
 from tests.support.twins import assert_equal, local_gradients
 
@@ -135,25 +137,16 @@ def test_an_unknown_torch_is_refused(rank: int, world_size: int) -> None:
     assert set(_bound().values()) == {STOCKS[0]}
 
 
-def announced(rank: int, world_size: int, capture: bool) -> str:
-    import contextlib
-    import io
-
-    shardkit.install(announce=capture)
-    said = io.StringIO()
-    with contextlib.redirect_stderr(said):
+@pytest.mark.parametrize("announce", [True, False])
+@on_ranks(2, isolated=True)
+def test_rank_0_says_once_that_the_engine_runs(rank: int, world_size: int, announce: bool) -> None:
+    shardkit.install(announce=announce)
+    with contextlib.redirect_stderr(io.StringIO()) as said:
         for _ in range(2):
             model = stock.fully_shard(nn.Linear(5, 3))
             model(torch.randn(2, 5)).sum().backward()
-    shardkit.uninstall()
-    return said.getvalue()
-
-
-@pytest.mark.parametrize("announce", [True, False])
-def test_rank_0_says_once_that_the_engine_runs(announce: bool):
-    version = shardkit.__version__
-    line = f"shardkit {version} runs FSDPLinear: 18 parameters in 1 groups, 2 ranks\n"
-    assert run_ranks(2, announced, announce, isolated=True) == [line if announce else "", ""]
+    line = f"shardkit {shardkit.__version__} runs FSDPLinear: 18 parameters in 1 groups, 2 ranks\n"
+    assert said.getvalue() == (line if announce and rank == 0 else "")
 
 
 # -- FSDP1 -------------------------------------------------------------------------------------------------------------

@@ -4,11 +4,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Shard
 
 from shardkit.core import Blocks, Owned, fully_shard, newton_schulz_flops, placements_for, plan_owners
-from tests.support import rank_mesh, run_ranks
+from tests.support import on_ranks, rank_mesh
 from tests.support.models import Composed
 
 # (rows, columns) of the matrices of a layer of Llama-3-8B.
@@ -43,32 +44,26 @@ def test_equal_costs_are_balanced_by_bytes() -> None:
     assert [nbytes for _, nbytes in plan.loads(2)] == [176, 176]
 
 
-def _plans(rank: int, world_size: int) -> list[str]:
+@on_ranks(3)
+def test_all_ranks_plan_alike_and_use_every_rank(rank: int, world_size: int) -> None:
     torch.manual_seed(rank)
     model = nn.Sequential(*(nn.Linear(8 + i, 9 + i) for i in range(6)))
     choose = plan_owners(model)
     for layer in model:
         fully_shard(layer, mesh=rank_mesh((world_size,)), shard_placement_fn=choose)
-    return [str(p.placements[0]) for p in model.parameters()]
-
-
-def test_all_ranks_plan_alike_and_use_every_rank() -> None:
-    plans = run_ranks(3, _plans)
+    plans: list[Any] = [None] * world_size
+    dist.all_gather_object(plans, [str(p.placements[0]) for p in model.parameters()])
     assert plans[0] == plans[1] == plans[2]
     assert {one for one in plans[0] if "Owned" in one} == {f"Owned(rank={rank})" for rank in range(3)}
 
 
-def _one_call_after_the_other(rank: int, world_size: int) -> list[str]:
+@on_ranks(2, isolated=True)
+def test_without_a_plan_the_cost_of_earlier_calls_decides(rank: int, world_size: int) -> None:
     """A costly matrix of few bytes, a cheap one of many, and a small one."""
     layers = [nn.Linear(a, b, bias=False) for a, b in ((64, 64), (2048, 4), (4, 4))]
     for layer in layers:
         fully_shard(layer, mesh=rank_mesh((world_size,)), shard_placement_fn=lambda p: Owned())
-    return [str(layer.weight.placements[0]) for layer in layers]
-
-
-def test_without_a_plan_the_cost_of_earlier_calls_decides() -> None:
-    placements = run_ranks(2, _one_call_after_the_other, isolated=True)
-    assert placements[1] == ["Owned(rank=0)", "Owned(rank=1)", "Owned(rank=1)"]
+    assert [layer.weight.placements[0] for layer in layers] == [Owned(rank=0), Owned(rank=1), Owned(rank=1)]
 
 
 def gpt() -> Any:

@@ -6,6 +6,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from shardkit.core.runtime.shared import meeting, segment
 from shardkit.core.runtime.shared.meeting import neighbours_of
 from shardkit.core.runtime.shared.segment import Mapping, Segment
-from tests.support import run_ranks
+from tests.support import on_ranks
 
 NOBODY = 65534
 
@@ -41,7 +42,9 @@ def test_another_user_cannot_open_what_ranks_share() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
 
 
-def _reaches_another(rank: int, world_size: int, what: str) -> None:
+@pytest.mark.parametrize("what", ["another", "nothing"])
+@on_ranks(2, isolated=True)
+def test_ranks_that_do_not_reach_each_other_use_collectives(rank: int, world_size: int, what: str) -> None:
     """Rank 0 finds another pipe, or nothing, where rank 1 has said that one of its ends is."""
     real = meeting._exchange
 
@@ -54,36 +57,24 @@ def _reaches_another(rank: int, world_size: int, what: str) -> None:
             )
         return found
 
-    meeting._exchange = exchange
-    try:
+    with mock.patch.object(meeting, "_exchange", exchange):
         assert neighbours_of(dist.new_group()) is None
-    finally:
-        meeting._exchange = real
 
 
-@pytest.mark.parametrize("what", ["another", "nothing"])
-def test_ranks_that_do_not_reach_each_other_use_collectives(what: str) -> None:
-    run_ranks(2, _reaches_another, what, isolated=True)
+def _descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def _descriptors(rank: int, world_size: int) -> list[int]:
-    """How many this process has: before it meets others, while it knows them, and when their group is gone."""
-    counts = []
+@on_ranks(3, isolated=True)
+def test_nothing_is_left_behind(rank: int, world_size: int) -> None:
     for _ in range(2):
         group = dist.new_group()
-        counts.append(len(list(Path("/proc/self/fd").iterdir())))
+        before = _descriptors()
         assert neighbours_of(group) is not None
-        counts.append(len(list(Path("/proc/self/fd").iterdir())))
+        assert _descriptors() == before + 4, "two pipes with each peer"
         meeting._known.pop(group)
         gc.collect()
-        counts.append(len(list(Path("/proc/self/fd").iterdir())))
-    return counts
-
-
-def test_nothing_is_left_behind() -> None:
-    for before, met, after, *_ in run_ranks(3, _descriptors, isolated=True):
-        assert met == before + 4, "two pipes with each peer"
-        assert after == before
+        assert _descriptors() == before
 
 
 # -- memory files ------------------------------------------------------------------------------------------------------
