@@ -22,7 +22,7 @@ from shardkit.core import (
     register_fsdp_forward_method,
 )
 from shardkit.core.runtime.shared.meeting import neighbours_of
-from tests.core.parameters.installed_adapters import no_installed_adapters
+from tests.core.parameters.installed_adapters import installed_adapters
 from tests.support import on_ranks, rank_mesh
 from tests.support.meshes import impatient_mesh
 from tests.support.models import MLP, Composed
@@ -91,7 +91,7 @@ def test_modules(rank: int, world_size: int) -> None:
     placed = distribute_tensor(torch.ones(4, 4), rank_mesh((2,)), [Replicate()])
     tensor_parallel[0].weight = nn.Parameter(placed)
     with (
-        no_installed_adapters(),
+        installed_adapters(None),
         pytest.raises(TypeError, match=r"'0\.weight' is already a DTensor.*shardkit-tp-adapter"),
     ):
         fully_shard(tensor_parallel)

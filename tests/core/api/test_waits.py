@@ -12,20 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from shardkit.core import events
-from shardkit.core.events import (
-    BackwardEnded,
-    Event,
-    Launched,
-    ModuleBegan,
-    ModuleEnded,
-    RootReady,
-    StorageAllocated,
-    StorageFreed,
-    WaitFailed,
-    WaitFinished,
-    WaitStarted,
-    waiting,
-)
 from tests.support import on_ranks
 from tests.support.heard import heard
 from tests.support.models import Composed
@@ -44,18 +30,18 @@ def _sharded(recompute: bool = False, mesh: DeviceMesh | None = None) -> Any:
     return shard_each(*model.blocks, model, mesh=mesh)
 
 
-def _heard(model: Any) -> list[Event]:
+def _heard(model: Any) -> list[events.Event]:
     with heard() as found:
         model(torch.randn(3, WIDTH, requires_grad=True)).sum().backward()
     return found
 
 
 def _phases(recompute: bool) -> list[str]:
-    signs = {ModuleBegan: "+", ModuleEnded: "-"}
+    signs = {events.ModuleBegan: "+", events.ModuleEnded: "-"}
     return [
-        f"{signs[type(event)]}{event.fqn} {event.phase}" if isinstance(event, ModuleBegan | ModuleEnded) else "end"
+        f"{sign}{event.fqn} {event.phase}" if (sign := signs.get(type(event))) else "end"
         for event in _heard(_sharded(recompute))
-        if isinstance(event, ModuleBegan | ModuleEnded | BackwardEnded)
+        if type(event) in {*signs, events.BackwardEnded}
     ]
 
 
@@ -78,15 +64,15 @@ def test_recomputation_is_a_phase_of_its_own(rank: int, world_size: int) -> None
     assert Counter(one[0] for one in phases) == {"+": 7, "-": 7, "e": 1}
 
 
-def _check_waits(told: list[Event]) -> None:
+def _check_waits(told: list[events.Event]) -> None:
     """Waits do not nest, each has one end, and part of their time is idle."""
-    open_wait: WaitStarted | None = None
+    open_wait: events.WaitStarted | None = None
     for event in told:
-        if type(event) is WaitStarted:
+        if type(event) is events.WaitStarted:
             assert open_wait is None
             open_wait = event
-        elif isinstance(event, WaitFinished):
-            assert open_wait == WaitStarted(event.fqn, event.operation)
+        elif isinstance(event, events.WaitFinished):
+            assert open_wait == events.WaitStarted(event.fqn, event.operation)
             assert 0 <= event.blocked <= event.seconds
             open_wait = None
     assert open_wait is None
@@ -102,10 +88,10 @@ def test_every_wait_is_told(rank: int, world_size: int, shared: bool) -> None:
         mesh = DeviceMesh.from_group(dist.new_group(), "cpu")
     model = _sharded(mesh=mesh)
     first, second = _heard(model), _heard(model)
-    assert [event.module for event in first if isinstance(event, RootReady)] == [model]
-    assert "set-up" in {event.operation for event in first if isinstance(event, WaitFinished)}
+    assert [event.module for event in first if isinstance(event, events.RootReady)] == [model]
+    assert "set-up" in {event.operation for event in first if isinstance(event, events.WaitFinished)}
     _check_waits(second)
-    launched = Counter((event.fqn, event.operation) for event in second if isinstance(event, Launched))
+    launched = Counter((event.fqn, event.operation) for event in second if isinstance(event, events.Launched))
     assert launched == Counter(  # the block that forward used last stays for backward
         {
             ("blocks.0", "all-gather"): 2,
@@ -114,7 +100,7 @@ def test_every_wait_is_told(rank: int, world_size: int, shared: bool) -> None:
             ("blocks.1", "reduce-scatter"): 1,
         }
     )
-    finished = Counter((event.fqn, event.operation) for event in second if isinstance(event, WaitFinished))
+    finished = Counter((event.fqn, event.operation) for event in second if isinstance(event, events.WaitFinished))
     assert not launched - finished, "each communication has been waited for"
 
 
@@ -125,8 +111,8 @@ def test_gradients_and_sums_on_their_way_are_counted(rank: int, world_size: int)
     held: Counter[str] = Counter()
     most: Counter[str] = Counter()
     for event in _heard(model):
-        if isinstance(event, StorageAllocated | StorageFreed) and event.kind != "outbox":  # which is kept
-            held[event.kind] += event.bytes if isinstance(event, StorageAllocated) else -event.bytes
+        if isinstance(event, events.StorageAllocated | events.StorageFreed) and event.kind != "outbox":  # which is kept
+            held[event.kind] += event.bytes if isinstance(event, events.StorageAllocated) else -event.bytes
             most[event.kind] = max(most[event.kind], held[event.kind])
             assert held[event.kind] >= 0, event
     assert not +held, "all that a step allocates it frees"
@@ -148,11 +134,11 @@ def test_padding_and_transport_are_told(rank: int, world_size: int) -> None:
 
 
 def test_a_wait_that_fails_is_told_and_raises() -> None:
-    with heard() as found, pytest.raises(ConnectionError, match="gone"), waiting("blocks.0", "all-gather"):
+    with heard() as found, pytest.raises(ConnectionError, match="gone"), events.waiting("blocks.0", "all-gather"):
         raise ConnectionError("gone")
     started, failed = found
-    assert started == WaitStarted("blocks.0", "all-gather")
-    assert isinstance(failed, WaitFailed)
+    assert started == events.WaitStarted("blocks.0", "all-gather")
+    assert isinstance(failed, events.WaitFailed)
     assert (failed.fqn, failed.operation, failed.error) == ("blocks.0", "all-gather", "gone")
 
 

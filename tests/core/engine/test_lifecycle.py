@@ -191,8 +191,9 @@ def test_casts_and_moves_while_gradients_wait(rank: int, world_size: int, reduce
         twins.step(_mlp_loss)
 
 
-def _reload(model: Any) -> None:
-    model.load_state_dict({name: value.detach().clone() for name, value in model.state_dict().items()}, assign=True)
+def _reload(model: Any, dtype: torch.dtype = torch.float32) -> None:
+    values = {name: value.detach().to(dtype, copy=True) for name, value in model.state_dict().items()}
+    model.load_state_dict(values, assign=True)
 
 
 @on_ranks(3)
@@ -267,12 +268,7 @@ def test_post_accumulate_grad_hooks(rank: int, world_size: int) -> None:
 # -- forwards that no backward follows ---------------------------------------------------------------------------------
 
 
-def _load_doubles(model: Any) -> None:
-    values = {name: value.detach().double() for name, value in model.state_dict().items()}
-    model.load_state_dict(values, assign=True)
-
-
-@pytest.mark.parametrize("change", [nn.Module.double, _load_doubles])
+@pytest.mark.parametrize("change", [nn.Module.double, functools.partial(_reload, dtype=torch.float64)])
 @on_ranks(2)
 def test_local_tensors_after_a_cast_or_load(rank: int, world_size: int, change: Callable[[Any], Any]) -> None:
     """Local tensors that are asked for after a cast or load are those that train, whatever gathers come later."""

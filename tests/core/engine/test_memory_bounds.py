@@ -1,5 +1,6 @@
 """How much unsharded memory is held and when, to the byte, as the events tell it."""
 
+import itertools
 import sys
 from typing import Any
 
@@ -270,27 +271,16 @@ def test_unshard_in_backward(rank: int, world_size: int) -> None:
     assert_equal(gradients, gradients[:1] * 3)
 
 
-class Reductions:
-    """How many reduce-scatters are running, and how many were at most."""
-
-    def __init__(self) -> None:
-        self.running = self.peak = 0
-
-    def __call__(self, event: events.Event) -> None:
-        self.running += isinstance(event, events.ReduceStarted) - isinstance(event, events.ReduceFinished)
-        self.peak = max(self.peak, self.running)
-
-
 @on_ranks(2)
 def test_reductions_at_once(rank: int, world_size: int) -> None:
     """At most ``max_input_buffers`` groups' gradients are in reduction, and so many there are."""
     for most in (1, 2, 4):
         model = _chain()
         model.set_reduce_scatter_max_input_buffers(most)
-        reductions = Reductions()
-        with events.subscribe(reductions):
+        with heard(events.ReduceStarted, events.ReduceFinished) as told:
             model(torch.randn(2, WIDTH)).square().sum().backward()
-        assert (reductions.running, reductions.peak) == (0, most)
+        running = [*itertools.accumulate(1 if isinstance(one, events.ReduceStarted) else -1 for one in told)]
+        assert (running[-1], max(running)) == (0, most)
 
 
 @on_ranks(2)
@@ -301,12 +291,12 @@ def test_a_backward_that_is_not_the_last_leaves_no_reduction_running(rank: int, 
     model(batch).square().sum().backward()
     once = local_gradients(model)
     model.zero_grad()
-    reductions = Reductions()
-    with events.subscribe(reductions):
+    with heard(events.ReduceStarted, events.ReduceFinished) as told:
         for last in (False, False, True):
             model.set_is_last_backward(last)
             model(batch).square().sum().backward()
-            assert reductions.running == 0
+            started = [one for one in told if isinstance(one, events.ReduceStarted)]
+            assert started and 2 * len(started) == len(told)
             if not last:
                 model.zero_grad()
     assert_equal(local_gradients(model), once)

@@ -10,7 +10,7 @@ from shardkit.core.parameters import adapters
 
 @contextlib.contextmanager
 def installed_adapters(directory: Path | None) -> Iterator[None]:
-    """Within this context the adapter is the one whose distribution lies in `directory`, if any does.
+    """Within this context the adapter is the one whose distribution lies in `directory`, if any does; None: no one.
 
     Only the look-up itself runs with another path: torch imports modules of its own at any time.
     """
@@ -25,11 +25,6 @@ def installed_adapters(directory: Path | None) -> Iterator[None]:
         yield
     finally:
         adapters._dtensor_adapter.cache_clear()
-
-
-def no_installed_adapters() -> contextlib.AbstractContextManager[None]:
-    """As in an environment that holds shardkit-core alone."""
-    return installed_adapters(None)
 
 
 def install_adapter(directory: Path, name: str, entry_point: str) -> None:

@@ -7,7 +7,7 @@ from torch import nn
 
 from shardkit.core import fully_shard
 from shardkit.core.parameters import adapters
-from tests.core.parameters.installed_adapters import install_adapter, installed_adapters, no_installed_adapters
+from tests.core.parameters.installed_adapters import install_adapter, installed_adapters
 from tests.support import on_ranks
 
 adapter = object()
@@ -21,7 +21,7 @@ def test_the_one_that_is_installed_is_found(tmp_path: Path) -> None:
 
 @on_ranks(1)
 def test_without_an_adapter_plain_parameters_work(rank: int, world_size: int) -> None:
-    with no_installed_adapters():
+    with installed_adapters(None):
         fully_shard(nn.Linear(2, 2))
 
 

@@ -12,25 +12,16 @@ from shardkit.core.runtime.lanes import CpuLane, Program, StreamLane, hold, make
 from tests.support.heard import heard
 
 
-class _Work:
+def _work(error: Exception | None = None) -> mock.Mock:
     """Stands for a transfer, to see when it is waited for; real transfers are in the other tests."""
-
-    def __init__(self, error: Exception | None = None) -> None:
-        self.waited = 0
-        self._error = error
-
-    def wait(self) -> bool:
-        self.waited += 1
-        if self._error is not None:
-            raise self._error
-        return True
+    return mock.Mock(wait=mock.Mock(side_effect=error))
 
 
-def _program(log: list[str], *works: Sequence[_Work]) -> Program:
+def _program(log: list[str], *works: Sequence[mock.Mock]) -> Program:
     try:
         for step, batch in enumerate(works):
             log.append(f"launch {step}")
-            yield batch  # type: ignore[misc]
+            yield batch
         log.append("end")
     finally:
         log.append("closed")
@@ -38,24 +29,24 @@ def _program(log: list[str], *works: Sequence[_Work]) -> Program:
 
 def test_a_cpu_lane_runs_to_the_first_yield_and_advances_by_one() -> None:
     log: list[str] = []
-    first, second = _Work(), _Work()
+    first, second = _work(), _work()
     ticket = CpuLane("all-gather").start(_program(log, [first], [second]), "blocks.0")
-    assert (log, first.waited, ticket.done) == (["launch 0"], 0, False)
+    assert (log, first.wait.call_count, ticket.done) == (["launch 0"], 0, False)
     ticket.wait_for_stage()
-    assert (log, first.waited, second.waited, ticket.done) == (["launch 0", "launch 1"], 1, 0, False)
+    assert (log, first.wait.call_count, second.wait.call_count, ticket.done) == (["launch 0", "launch 1"], 1, 0, False)
     ticket.wait_for_stage()
     ticket.wait_for_stage()
     ticket.wait()
     ticket.wait()
     assert ticket.done
     assert log == ["launch 0", "launch 1", "end", "closed"]
-    assert (first.waited, second.waited) == (1, 1)
+    assert (first.wait.call_count, second.wait.call_count) == (1, 1)
 
 
 def test_keep_alive_is_dropped_when_the_ticket_is_done() -> None:
     tensor = torch.ones(3)
     reference = weakref.ref(tensor)
-    ticket = CpuLane("all-gather").start(_program([], [_Work()]), "blocks.0", [tensor])
+    ticket = CpuLane("all-gather").start(_program([], [_work()]), "blocks.0", [tensor])
     del tensor
     assert reference() is not None
     ticket.wait()
@@ -64,13 +55,13 @@ def test_keep_alive_is_dropped_when_the_ticket_is_done() -> None:
 
 def test_a_failed_transfer_names_the_group_and_drains_its_siblings() -> None:
     log: list[str] = []
-    bad, sibling = _Work(OSError("peer left")), _Work()
+    bad, sibling = _work(OSError("peer left")), _work()
     ticket = CpuLane("all-gather").start(_program(log, [bad, sibling]), "blocks.0")
     with pytest.raises(RuntimeError, match=r"^blocks\.0: all-gather .*2 transfers.* failed: peer left") as error:
         ticket.wait()
     assert isinstance(error.value.__cause__, OSError)
     assert ticket.done
-    assert sibling.waited == 1
+    assert sibling.wait.call_count == 1
     assert log[-1] == "closed"
     with pytest.raises(RuntimeError, match="failed: peer left"):  # its memory has no values, whoever asks
         ticket.wait()
@@ -86,10 +77,10 @@ def _refuse(event: events.Event) -> None:
 def test_an_error_of_a_listener_leaves_no_transfer_behind() -> None:
     """The caller frees the memory that transfers write to."""
     log: list[str] = []
-    work = _Work()
+    work = _work()
     with events.subscribe(_refuse), pytest.raises(LookupError, match="of the listener"):
         CpuLane("all-gather").start(_program(log, [work]), "blocks.0")
-    assert work.waited == 1
+    assert work.wait.call_count == 1
     assert log == ["launch 0", "closed"]
 
 
@@ -110,11 +101,11 @@ def test_a_failing_program_names_the_group() -> None:
 
 def test_abandon_waits_ignores_errors_and_closes() -> None:
     log: list[str] = []
-    bad, sibling = _Work(OSError("peer left")), _Work()
+    bad, sibling = _work(OSError("peer left")), _work()
     ticket = CpuLane("all-gather").start(_program(log, [bad, sibling]), "blocks.0")
     ticket.abandon()
     assert ticket.done
-    assert sibling.waited == 1
+    assert sibling.wait.call_count == 1
     assert log == ["launch 0", "closed"]
     ticket.abandon()
 
@@ -137,7 +128,7 @@ def test_a_stream_lane_times_what_it_runs_and_who_waits_for_somebody_who_listens
     def program() -> Program:
         hold(torch.ones(1))
         device.program()
-        yield [_Work()]  # type: ignore[list-item]
+        yield [_work()]
         device.program()
 
     lane = make_lane(torch.device("cuda:0"), "all-gather", priority=-1)
@@ -163,5 +154,5 @@ def test_a_stream_lane_times_what_it_runs_and_who_waits_for_somebody_who_listens
 def test_a_stream_lane_names_the_group_of_a_failure(device: mock.MagicMock) -> None:
     lane = make_lane(torch.device("cuda:0"), "all-gather")
     with pytest.raises(RuntimeError, match=r"^blocks\.0: launching all-gather failed: peer left"):
-        lane.start(_program([], [_Work(OSError("peer left"))]), "blocks.0")
+        lane.start(_program([], [_work(OSError("peer left"))]), "blocks.0")
     assert _calls(device)[-3:] == ["stream().__exit__", "Stream().record_event", "current_stream().wait_event"]
