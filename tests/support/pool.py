@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from tests.support import rank_process
 from tests.support.failures import RankError, RankFailure, RankTimeout
 from tests.support.rank_process import Clean, Job, Outcome, RankPlace, serve
 
@@ -238,7 +239,7 @@ class _Pool:
         deadline = time.monotonic() + _STACKS_TIMEOUT
         while any(self._writes_stacks(rank) for rank in ranks) and time.monotonic() < deadline:
             time.sleep(0.005)
-        return {rank: self.places[rank].stacks_file.read_text() + self._new_output(rank) for rank in ranks}
+        return {rank: _at_work(self.places[rank].stacks_file.read_text()) + self._new_output(rank) for rank in ranks}
 
     def _writes_stacks(self, rank: int) -> bool:
         end = self.places[rank].stacks_end_file
@@ -255,6 +256,12 @@ class _Pool:
         for rank in range(self.world_size):
             for line in self._new_output(rank).splitlines():
                 print(f"[rank {rank}] {line}")
+
+
+def _at_work(stacks: str) -> str:
+    """Stacks without the threads that wait for a request, and without the frames that every body has below it."""
+    threads = (thread for thread in stacks.split("\n\n") if "_read_requests" not in thread and "_worker" not in thread)
+    return "\n\n".join(thread.partition(f'\n  File "{rank_process.__file__}"')[0] for thread in threads) + "\n"
 
 
 def _warn_again(outcomes: dict[int, Outcome]) -> None:
