@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.core.random_programs.program import Block, Call, Op, Program, Side
+from tests.core.random_programs.program import Block, Call, Op, Program, Side, blocks_of
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -61,32 +61,34 @@ class Opaque:
         self.x, self.extra = x, extra
 
 
-def _keep(module: BlockModule, x: Tensor, extra: Any) -> None:
-    module.result = (x, extra)
-
-
-_PACK: dict[str, Callable[[Any, Tensor, Any], Any]] = {
-    "tensor": lambda module, x, extra: x,
-    "tuple": lambda module, x, extra: (x, extra),
-    "list": lambda module, x, extra: [x, extra],
-    "dict": lambda module, x, extra: {"x": x, "extra": extra, "name": "text"},
-    "nested": lambda module, x, extra: {"in": ({"x": [x, None]}, extra)},
-    "dataclass": lambda module, x, extra: Result(x, extra),
-    "object": lambda module, x, extra: Opaque(x, extra),
-    "closure": lambda module, x, extra: lambda: (x, extra),
-    "attribute": _keep,
+# By the form of a block's output: how it is packed, and unpacked again.
+_FORMS: dict[str, tuple[Callable[[Any, Tensor, Any], Any], Callable[[Any, Any], tuple[Tensor, Any]]]] = {
+    "tensor": (lambda module, x, extra: x, lambda module, output: (output, None)),
+    "tuple": (lambda module, x, extra: (x, extra), lambda module, output: output),
+    "list": (lambda module, x, extra: [x, extra], lambda module, output: tuple(output)),
+    "dict": (
+        lambda module, x, extra: {"x": x, "extra": extra, "name": "text"},
+        lambda module, output: (output["x"], output["extra"]),
+    ),
+    "nested": (
+        lambda module, x, extra: {"in": ({"x": [x, None]}, extra)},
+        lambda module, output: (output["in"][0]["x"][0], output["in"][1]),
+    ),
+    "dataclass": (lambda module, x, extra: Result(x, extra), lambda module, output: (output.x, output.extra)),
+    "object": (lambda module, x, extra: Opaque(x, extra), lambda module, output: (output.x, output.extra)),
+    "closure": (lambda module, x, extra: lambda: (x, extra), lambda module, output: output()),
+    "attribute": (lambda module, x, extra: setattr(module, "result", (x, extra)), lambda module, _: module.result),
 }
 
-_UNPACK: dict[str, Callable[[Any, Any], tuple[Tensor, Any]]] = {
-    "tensor": lambda module, output: (output, None),
-    "tuple": lambda module, output: (output[0], output[1]),
-    "list": lambda module, output: (output[0], output[1]),
-    "dict": lambda module, output: (output["x"], output["extra"]),
-    "nested": lambda module, output: (output["in"][0]["x"][0], output["in"][1]),
-    "dataclass": lambda module, output: (output.x, output.extra),
-    "object": lambda module, output: (output.x, output.extra),
-    "closure": lambda module, output: output(),
-    "attribute": lambda module, output: module.result,
+
+_EXTRAS: dict[str | None, Callable[[Any, Tensor, Tensor], Any]] = {
+    None: lambda module, x, given: None,
+    "mean": lambda module, x, given: x.mean(0),
+    "half": lambda module, x, given: x.chunk(2)[0],
+    "input": lambda module, x, given: given,
+    "int": lambda module, x, given: 3,
+    "weight": lambda module, x, given: module.linear_w,
+    "weight_view": lambda module, x, given: module.linear_w[0],
 }
 
 
@@ -123,7 +125,7 @@ class BlockModule(nn.Module):
         given = x
         for op in self.block.ops:
             x = self.change(op, x)
-        return _PACK[self.block.form](self, x, self.beside(x, given))
+        return pack(self, x, _EXTRAS[self.block.extra](self, x, given))
 
     def change(self, op: Op, x: Tensor) -> Tensor:
         """Apply ``op`` to ``x``."""
@@ -132,17 +134,7 @@ class BlockModule(nn.Module):
         if isinstance(op, Side):
             self.keep_aside(op, x)
             return x
-        return changed(op, x, self)
-
-    def beside(self, x: Tensor, given: Tensor) -> Any:
-        """The other thing that comes out."""
-        kind = self.block.extra
-        if kind == "mean":
-            return x.mean(0)
-        if kind == "half":
-            return x.chunk(2)[0]
-        named = {"input": given, "weight": getattr(self, "linear_w", None), "int": 3, None: None}
-        return self.linear_w[0] if kind == "weight_view" else named[kind]
+        return OPS[op](x, self)
 
     def keep_aside(self, side: Side, x: Tensor) -> None:
         """Compute a loss and keep it where ``side`` says."""
@@ -195,56 +187,54 @@ def call(op: Call, child: nn.Module, x: Tensor) -> Tensor:
     return y
 
 
-def unpack(module: nn.Module, output: Any) -> tuple[Tensor, Any]:
+def pack(module: Any, x: Tensor, extra: Any) -> Any:
+    """The output of a block, in its form."""
+    return _FORMS[module.block.form][0](module, x, extra)
+
+
+def unpack(module: Any, output: Any) -> tuple[Tensor, Any]:
     """The two things that a block gives, in whatever form."""
-    return _UNPACK[module.block.form](module, output)  # type: ignore[index, operator, union-attr]
+    return _FORMS[module.block.form][1](module, output)
 
 
-def changed(op: str, x: Tensor, module: Any = None) -> Tensor:
-    """Apply an operation to ``x``; ``module`` has the parameters."""
-    if op in _FREE:
-        return _FREE[op](x)
-    if op == "trap":
-        module.trap.spring("forward")
-        return _TrapInBackward.apply(x, module.trap)  # type: ignore[no-any-return]
-    if op == "spare":
-        return x
-    return _WITH_PARAMETERS[op](x, module)
+def _spring(x: Tensor, module: Any) -> Any:
+    module.trap.spring("forward")
+    return _TrapInBackward.apply(x, module.trap)
 
 
-def _zero_column(x: Tensor) -> Tensor:
+def _zero_column(x: Tensor, module: Any) -> Tensor:
     x[..., 0] = 0
     return x
 
 
-def _hooked(x: Tensor) -> Tensor:
+def _hooked(x: Tensor, module: Any) -> Tensor:
+    # A new tensor: under fully_shard a module does not receive the same tensor object that its caller passed.
+    x = x.clone()
     if x.requires_grad:
         x.register_hook(lambda gradient: gradient * 0.5)
     return x
 
 
-_FREE: dict[str, Callable[[Tensor], Tensor]] = {
-    "tanh": torch.tanh,
-    "square": lambda x: x * torch.sigmoid(x),
-    "double": lambda x: x * 2,
-    # A new tensor: under fully_shard a module does not receive the same tensor object that its caller passed.
-    "hook": lambda x: _hooked(x.clone()),
-    "detach_half": lambda x: x + 0.5 * x.detach(),
-    "clone": lambda x: x.clone(),
-    "detach": lambda x: x.detach(),
-    "view": lambda x: x.view(x.shape),
-    "slice": lambda x: x[:],
-    "transpose": lambda x: x.t().t(),
-    "flat_view": lambda x: x.reshape(-1).view(x.shape),
-    "expand": lambda x: x.expand_as(x),
-    "add_": lambda x: x.add_(1),
-    "mul_": lambda x: x.mul_(0.5),
-    "tanh_": lambda x: x.tanh_(),
+# The module is that whose parameters they read; some read none.
+OPS: dict[str, Callable[[Tensor, Any], Tensor]] = {
+    "tanh": lambda x, m: torch.tanh(x),
+    "square": lambda x, m: x * torch.sigmoid(x),
+    "double": lambda x, m: x * 2,
+    "hook": _hooked,
+    "detach_half": lambda x, m: x + 0.5 * x.detach(),
+    "clone": lambda x, m: x.clone(),
+    "detach": lambda x, m: x.detach(),
+    "view": lambda x, m: x.view(x.shape),
+    "slice": lambda x, m: x[:],
+    "transpose": lambda x, m: x.t().t(),
+    "flat_view": lambda x, m: x.reshape(-1).view(x.shape),
+    "expand": lambda x, m: x.expand_as(x),
+    "add_": lambda x, m: x.add_(1),
+    "mul_": lambda x, m: x.mul_(0.5),
+    "tanh_": lambda x, m: x.tanh_(),
     "zero_column_": _zero_column,
-    "pause": lambda x: x,
-}
-
-_WITH_PARAMETERS: dict[str, Callable[[Tensor, Any], Tensor]] = {
+    "trap": _spring,
+    "spare": lambda x, m: x,
     "linear": lambda x, m: x.to(m.linear_w.dtype) @ m.linear_w,
     "bias": lambda x, m: x + m.bias_w.to(x.dtype),
     "add_bias_": lambda x, m: x.add_(m.bias_w.to(x.dtype)),
@@ -260,30 +250,20 @@ def build(program: Program) -> tuple[WholeModel, Trap]:
     torch.manual_seed(5)
     trap = Trap()
     model = WholeModel(program.root, program.width, DTYPES[program.dtype], trap)
-    _share_modules(model, model, program.root)
+    for path, block in blocks_of(program.root):
+        for child in block.blocks:
+            if child.same:
+                model.get_submodule(path).add_module(child.name, model.get_submodule(child.same))
     for first, second in program.ties:
-        one, other = (_slot(model, name) for name in (first, second))
-        if one[0]._parameters[one[1]].shape == other[0]._parameters[other[1]].shape:  # type: ignore[union-attr]
-            other[0]._parameters[other[1]] = one[0]._parameters[one[1]]
+        if model.get_parameter(first).shape == model.get_parameter(second).shape:
+            path, _, name = second.rpartition(".")
+            setattr(model.get_submodule(path), name, model.get_parameter(first))
     return model, trap
 
 
-def _share_modules(model: nn.Module, module: nn.Module, block: Block) -> None:
-    for child in block.blocks:
-        if child.same:
-            module.add_module(child.name, model.get_submodule(child.same))
-        else:
-            _share_modules(model, module.get_submodule(child.name), child)
-
-
-def _slot(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    path, _, attribute = name.rpartition(".")
-    return model.get_submodule(path), attribute
-
-
-def add_hooks(model: nn.Module) -> None:
+def add_hooks(model: Any) -> None:
     """Register the user's hooks of every block."""
-    for module in block_modules(model):
+    for module in model.modules():
         for hook in module.block.hooks:
             _ADD_HOOK[hook](module)
 
@@ -295,41 +275,22 @@ def toggle(model: nn.Module, names: tuple[str, ...]) -> None:
             parameter.requires_grad_(not parameter.requires_grad)
 
 
-def block_modules(model: nn.Module) -> Iterator[BlockModule]:
-    """The blocks below ``model``, each once."""
-    return (module for module in model.modules() if isinstance(module, BlockModule))
+def _change(change: Callable[[Tensor], Tensor]) -> Callable[[BlockModule], Any]:
+    """A forward hook that puts something else in the place of the output."""
 
-
-def _replace(module: BlockModule) -> None:
     def hook(module: Any, args: Any, output: Any) -> Any:
         x, extra = unpack(module, output)
-        return _PACK[module.block.form](module, x * 2, extra)
+        return pack(module, change(x), extra)
 
-    module.register_forward_hook(hook)
-
-
-def _in_place(module: BlockModule) -> None:
-    def hook(module: Any, args: Any, output: Any) -> None:
-        unpack(module, output)[0].add_(1)
-
-    module.register_forward_hook(hook)
+    return lambda module: module.register_forward_hook(hook)
 
 
-def _tensor_hook(module: BlockModule) -> None:
-    def hook(module: Any, args: Any, output: Any) -> Any:
-        x, extra = unpack(module, output)
-        # A block may return its input: see the operation "hook".
-        return _PACK[module.block.form](module, _hooked(x.clone()), extra)
-
-    module.register_forward_hook(hook)
+def _add_one(module: Any, args: Any, output: Any) -> None:
+    unpack(module, output)[0].add_(1)
 
 
-def _capture(module: BlockModule) -> None:
-    def hook(module: Any, args: Any, output: Any) -> None:
-        x, _ = unpack(module, output)
-        module.kept["list"].append(x.square().mean())
-
-    module.register_forward_hook(hook)
+def _capture(module: Any, args: Any, output: Any) -> None:
+    module.kept["list"].append(unpack(module, output)[0].square().mean())
 
 
 def _scaled(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
@@ -337,10 +298,10 @@ def _scaled(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
 
 
 _ADD_HOOK: dict[str, Callable[[BlockModule], Any]] = {
-    "replace": _replace,
-    "in_place": _in_place,
-    "tensor_hook": _tensor_hook,
-    "capture": _capture,
+    "replace": _change(lambda x: x * 2),
+    "tensor_hook": _change(lambda x: _hooked(x, None)),
+    "in_place": lambda m: m.register_forward_hook(_add_one),
+    "capture": lambda m: m.register_forward_hook(_capture),
     "pre": lambda m: m.register_forward_pre_hook(lambda module, args: tuple(0.5 * a for a in args) or None),
     "full_backward": lambda m: m.register_full_backward_hook(lambda module, into, out: _scaled(into)),
     "full_backward_pre": lambda m: m.register_full_backward_pre_hook(lambda module, out: _scaled(out)),

@@ -8,10 +8,9 @@ from collections import Counter, defaultdict
 
 from tests.core.random_programs.program import Program
 from tests.core.random_programs.ranks import Outcome, run_programs
-from tests.core.random_programs.strategies import FromSeed, drawn_program
+from tests.core.random_programs.strategies import drawn_program
 from tests.support import close_pools
 
-_BATCH = 25
 _SHOWN = 3
 
 
@@ -23,26 +22,15 @@ def main() -> None:
     options = parser.parse_args()
     kinds: Counter[str] = Counter()
     found: dict[str, list[tuple[Program, Outcome]]] = defaultdict(list)
-    waiting: dict[int, list[Program]] = defaultdict(list)
     began = time.monotonic()
-
-    def run(batch: list[Program]) -> None:
-        for program, outcome in zip(batch, run_programs(batch), strict=True):
-            kinds[outcome.kind] += 1
-            found[outcome.signature].append((program, outcome))
-            if not outcome.good:
-                print(f"{outcome.signature}\n{program!r}", flush=True)
-        batch.clear()
-        print(f"{kinds.total()} programs, {time.monotonic() - began:.0f} s: {dict(kinds)}", flush=True)
-
-    for number in range(options.start, options.start + options.count):
-        program = drawn_program(FromSeed(f"{options.seed}/{number}"))
-        batch = waiting[program.policy.world]
-        batch.append(program)
-        if len(batch) == _BATCH:
-            run(batch)
-    for batch in filter(None, waiting.values()):
-        run(batch)
+    numbers = range(options.start, options.start + options.count)
+    for program, outcome in run_programs([drawn_program(f"{options.seed}/{number}") for number in numbers]):
+        kinds[outcome.kind] += 1
+        found[outcome.signature].append((program, outcome))
+        if not outcome.good:
+            print(f"{outcome.signature}\n{program!r}", flush=True)
+        if kinds.total() % 25 == 0:
+            print(f"{kinds.total()} programs, {time.monotonic() - began:.0f} s: {dict(kinds)}", flush=True)
     close_pools()
     for signature, examples in sorted(found.items(), key=lambda one: -len(one[1])):
         print(f"{len(examples):6d}  {signature}")

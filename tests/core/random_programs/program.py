@@ -195,10 +195,6 @@ def blocks_of(block: Block, path: str = "") -> Iterator[tuple[str, Block]]:
             yield from blocks_of(child, f"{path}.{child.name}" if path else child.name)
 
 
-def parameter_names(program: Program) -> list[str]:
+def parameter_names(root: Block) -> list[str]:
     """The names of all parameters, ties not taken out."""
-    return [f"{path}.{name}" if path else name for path, block in blocks_of(program.root) for name in block.parameters]
-
-
-def is_below(path: str, above: str) -> bool:
-    return not above or path == above or path.startswith(above + ".")
+    return [f"{path}.{name}" if path else name for path, block in blocks_of(root) for name in block.parameters]

@@ -20,17 +20,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from shardkit.core import FSDPModule, MixedPrecisionPolicy, clip_grad_norm_, events, fully_shard
 from shardkit.core.engine.step import state_of
 from shardkit.core.runtime.shared.meeting import neighbours_of
 from tests.core.random_programs.blocks import DTYPES, WholeModel, add_hooks, build, toggle
-from tests.core.random_programs.program import Act, Program, Wrap, is_below
+from tests.core.random_programs.program import Act, Program
 from tests.core.random_programs.single import Run, SingleProcess, Unusable
 from tests.core.random_programs.training import LARGEST_NORM, LEARNING_RATE, Backward, Loop
 from tests.support import RankFailure, RankTimeout, run_ranks
 
+_BATCH = 25  # a launch takes as long as several programs
 _PATIENCE = timedelta(seconds=20)
 _LATE = 0.0005
 _GARBAGE = 1e12  # expected numbers are smaller, the pattern that new memory is filled with is larger
@@ -66,14 +67,20 @@ class Wrong(Exception):
     """Numbers or states that are not those of one process."""
 
 
-def run_programs(programs: list[Program], timeout: float = 120.0) -> list[Outcome]:
-    """Run programs, all of the same number of ranks, and return the outcome of each."""
-    world = programs[0].policy.world
+def run_programs(programs: Sequence[Program]) -> Iterator[tuple[Program, Outcome]]:
+    """Run programs in batches of one number of ranks, and yield each with its outcome."""
+    by_world = sorted(programs, key=lambda program: program.policy.world)
+    for world, some in itertools.groupby(by_world, key=lambda program: program.policy.world):
+        while batch := list(itertools.islice(some, _BATCH)):
+            yield from zip(batch, _run_batch(world, batch, 120.0), strict=True)
+
+
+def _run_batch(world: int, programs: list[Program], timeout: float) -> list[Outcome]:
     try:
         seen = run_ranks(world, run_all, programs, timeout=timeout)
     except RankFailure as failure:
         if len(programs) > 1:
-            return [run_programs([program], _PATIENCE.seconds * 2)[0] for program in programs]
+            return [_run_batch(world, [program], _PATIENCE.seconds * 2)[0] for program in programs]
         return [Outcome("hang" if isinstance(failure, RankTimeout) else "crash", str(failure))]
     return [_verdict(outcomes) for outcomes in zip(*seen, strict=True)]
 
@@ -138,7 +145,7 @@ def run_one(rank: int, program: Program) -> Outcome:
 @contextlib.contextmanager
 def _late(rank: int, program: Program) -> Iterator[None]:
     """On the rank that is to be late every gather starts half a millisecond later than on its peers."""
-    if program.policy.late != rank or program.policy.world == 1:
+    if program.policy.late != rank:
         yield
         return
 
@@ -176,7 +183,8 @@ class Sharded:
         if self.policy.dim_1:
             options["shard_placement_fn"] = lambda parameter: Shard(1) if parameter.ndim > 1 else None
         self.wrapped: list[Any] = []
-        for wrap in _inner_first(self.policy.wraps):
+        # A module before those around it, as fully_shard has to be called.
+        for wrap in sorted(self.policy.wraps, key=lambda wrap: sorted(map(_depth, wrap.paths)), reverse=True):
             modules = [self.model.get_submodule(path) for path in wrap.paths]
             fully_shard(modules if len(modules) > 1 else modules[0], reshard_after_forward=wrap.reshard, **options)
             self.wrapped += [module for module in modules if isinstance(module, FSDPModule)]
@@ -315,7 +323,7 @@ class Sharded:
             return
         largest = float(expected.abs().max()) if expected.numel() else 0.0
         if isinstance(seen, DTensor):
-            expected = _part(expected, seen)
+            expected = distribute_tensor(expected, seen.device_mesh, seen.placements, src_data_rank=None).to_local()
             seen = seen.to_local()
         seen = seen.detach()
         if seen.shape != expected.shape or seen.dtype != expected.dtype:
@@ -343,33 +351,14 @@ class Sharded:
                 root.reset_iter_state()
 
 
-def _inner_first(wraps: Sequence[Wrap]) -> Iterator[Wrap]:
-    """As fully_shard has to be called: a module before those around it."""
-    left = list(wraps)
-    while left:
-        inside = (wrap for wrap in left if not any(_is_around(wrap, other) for other in left if other is not wrap))
-        left.remove(wrap := next(inside, left[0]))
-        yield wrap
-
-
-def _is_around(outer: Wrap, inner: Wrap) -> bool:
-    return any(path != around and is_below(path, around) for path in inner.paths for around in outer.paths)
+def _depth(path: str) -> int:
+    return len(path.split(".")) if path else 0
 
 
 def _names(model: nn.Module) -> list[str]:
     names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
     names += [name for name, _ in model.named_parameters(remove_duplicate=False)]
     return [*names, WholeModel.__name__, f"FSDP{WholeModel.__name__}"]
-
-
-def _part(whole: Tensor, like: DTensor) -> Tensor:
-    """The part of ``whole`` that this rank holds."""
-    for axis, placement in enumerate(like.placements):
-        if isinstance(placement, Shard):
-            chunks = torch.chunk(whole, like.device_mesh.size(axis), placement.dim)
-            at = like.device_mesh.get_local_rank(axis)
-            whole = chunks[at] if at < len(chunks) else chunks[0].narrow(placement.dim, 0, 0)
-    return whole
 
 
 _generations = itertools.count()
@@ -384,18 +373,12 @@ def _mesh(world: int, shared_memory: bool, hsdp: bool) -> DeviceMesh:
         # DTensor remembers meshes by ranks and names, also after their process groups are gone.
         names = tuple(f"{name}_{next(_generations)}" for name in ("replicate", "shard")[-ranks.ndim :])
         with mock.patch.dict(os.environ, SHARDKIT_SHARED_MEMORY=str(int(shared_memory))):
-            groups = [_group_along(ranks, axis) for axis in range(ranks.ndim)]
+            rows = [ranks.movedim(axis, -1).reshape(-1, ranks.size(axis)).tolist() for axis in range(ranks.ndim)]
+            groups = [dist.new_subgroups_by_enumeration(one, _PATIENCE)[0] for one in rows]
             _meshes[key] = DeviceMesh.from_group(groups, "cpu", mesh=ranks, mesh_dim_names=names)
             for group in groups:
                 assert (neighbours_of(group) is not None) == shared_memory or world == 1, key
     return _meshes[key]
-
-
-def _group_along(ranks: Tensor, axis: int) -> dist.ProcessGroup:
-    """This rank's group along an axis; all ranks make all of them."""
-    members = ranks.movedim(axis, -1).reshape(-1, ranks.size(axis)).tolist()
-    groups = {rank: group for some in members for group in [dist.new_group(some, timeout=_PATIENCE)] for rank in some}
-    return groups[dist.get_rank()]
 
 
 def _forget_meshes() -> None:

@@ -47,8 +47,8 @@ class SingleProcess:
         self.reduce = DTYPES[policy.reduce_dtype] if policy.reduce_dtype else None
         built = [build(program) for _ in range(policy.world)]
         self.models = [model for model, _ in built]
-        self.masters = {name: value.detach().clone() for name, value in self.models[0].named_parameters()}
-        self.gradients: dict[str, Tensor | None] = dict.fromkeys(self.masters)
+        self.masters = dict(build(program)[0].named_parameters())
+        self.optimizer = torch.optim.SGD(self.masters.values(), lr=LEARNING_RATE)
         for model in self.models:
             add_hooks(model)
             if self.compute is not None:
@@ -77,7 +77,7 @@ class SingleProcess:
                 raise Unusable("numbers out of range")
         if not any(expected.gradients for expected in self.backwards):
             raise Unusable("no gradients")
-        return Run(self.backwards, self.masters)
+        return Run(self.backwards, {name: master.detach() for name, master in self.masters.items()})
 
     # Events, whose values are equal on all ranks but for those of a backward.
 
@@ -85,21 +85,23 @@ class SingleProcess:
         first = ranks[0]
         if first.sync:
             self._reduce()
-        gradients = {n: None if g is None else g.clone() for n, g in self.gradients.items()} if first.sync else None
+        gradients = {name: _copy(master.grad) for name, master in self.masters.items()} if first.sync else None
         self.backwards.append(Expected(first.label, [[_copy(v) for v in one.values] for one in ranks], gradients))
 
     def _failed(self, *_: None) -> None:
-        for model in self.models:
-            model.zero_grad()
-        self.gradients = dict.fromkeys(self.gradients)
+        self._zero(True)
 
     def _update(self, clip: bool, *_: bool) -> None:
         if any(parameter.grad is not None for model in self.models for parameter in model.parameters()):
             raise Unusable("a step while gradients wait for their reduction")
         self._check_unwritten()
         if clip:
-            self._clip()
-        self._step()
+            nn.utils.clip_grad_norm_(self.masters.values(), LARGEST_NORM)
+        self.optimizer.step()
+        with torch.no_grad():
+            for name, parameters in _by_name(self.models):
+                for parameter in parameters:
+                    parameter.copy_(self.masters[name])
 
     def _toggle(self, names: tuple[str, ...], *_: tuple[str, ...]) -> None:
         for model in self.models:
@@ -108,8 +110,7 @@ class SingleProcess:
     def _zero(self, set_to_none: bool, *_: bool) -> None:
         for model in self.models:
             model.zero_grad()  # also gradients that wait for their reduction
-        for name, gradient in self.gradients.items():
-            self.gradients[name] = None if gradient is None or set_to_none else torch.zeros_like(gradient)
+        self.optimizer.zero_grad(set_to_none)
 
     def _reduce(self) -> None:
         for name, parameters in _by_name(self.models):
@@ -118,33 +119,17 @@ class SingleProcess:
                 continue
             assert len(found) == len(parameters), "replicas do the same"
             total = torch.stack([gradient.to(self.reduce or gradient.dtype) for gradient in found]).sum(0) / len(found)
-            total = total.to(self.masters[name].dtype)
-            before = self.gradients[name]
-            self.gradients[name] = total if before is None else before + total
+            master = self.masters[name]
+            total = total.to(master.dtype)
+            master.grad = total if master.grad is None else master.grad + total
             for parameter in parameters:
                 parameter.grad = None
-
-    def _clip(self) -> None:
-        found = [gradient for gradient in self.gradients.values() if gradient is not None]
-        norm = sum(float(gradient.double().square().sum()) for gradient in found) ** 0.5
-        for gradient in found:
-            gradient.mul_(min(1.0, LARGEST_NORM / (norm + 1e-6)))
 
     def _check_unwritten(self) -> None:
         """Unsharded parameters are copies, which is documented: what the program writes to them is lost."""
         for name, parameters in _by_name(self.models):
             if not all(torch.equal(one, self.masters[name].to(one.dtype)) for one in parameters):
                 raise Unusable(f"{name} is written in place")
-
-    @torch.no_grad()
-    def _step(self) -> None:
-        for name, parameters in _by_name(self.models):
-            gradient = self.gradients[name]
-            if gradient is None:
-                continue
-            self.masters[name].sub_(gradient, alpha=LEARNING_RATE)
-            for parameter in parameters:
-                parameter.copy_(self.masters[name])
 
 
 def _by_name(models: list[nn.Module]) -> Iterator[tuple[str, list[nn.Parameter]]]:

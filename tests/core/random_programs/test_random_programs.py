@@ -3,34 +3,27 @@
 ``python -m tests.core.random_programs --count 20000 --seed 1`` runs more of them.
 """
 
-from collections import defaultdict
 from typing import Any
 
 from tests.core.random_programs.program import Act, Block, Call, Micro, Op, Policy, Program, Side, Step, Wrap
 from tests.core.random_programs.ranks import run_programs
-from tests.core.random_programs.strategies import FromSeed, drawn_program
+from tests.core.random_programs.strategies import drawn_program
 
 
 def _assert_good(named: dict[str, Program], kinds: tuple[str, ...]) -> None:
-    """Runs the programs in batches, as a launch takes as long as several of them."""
-    by_world: dict[int, list[str]] = defaultdict(list)
-    for name, program in named.items():
-        by_world[program.policy.world].append(name)
-    bad = []
-    for names in by_world.values():
-        for at in range(0, len(names), 25):
-            batch = names[at : at + 25]
-            for name, outcome in zip(batch, run_programs([named[name] for name in batch]), strict=True):
-                if outcome.kind not in kinds:
-                    bad.append(f"{name}: {outcome.kind}: {outcome.message}\n{named[name]!r}")
+    names = {program: name for name, program in named.items()}
+    bad = [
+        f"{names[program]}: {outcome.kind}: {outcome.message}\n{program!r}"
+        for program, outcome in run_programs([*names])
+        if outcome.kind not in kinds
+    ]
     assert not bad, f"{len(bad)} programs, the shortest is\n{min(bad, key=len)}"
 
 
 def test_programs_drawn_from_a_seed() -> None:
     """90 different ones, of which a third raises in one process, too; a campaign at night runs more."""
-    names = [f"suite/{number}" for number in range(90)]
-    drawn = {name: drawn_program(FromSeed(name)) for name in names}
-    _assert_good(drawn, ("equal", "refused", "unusable"))
+    seeds = [f"suite/{number}" for number in range(90)]
+    _assert_good({seed: drawn_program(seed) for seed in seeds}, ("equal", "refused", "unusable"))
 
 
 # -- findings of the campaigns, one of each kind: reduced, and named after the program ---------------------------------

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from tests.core.random_programs.blocks import DTYPES, Deliberate, Trap, block_modules, changed, unpack
+from tests.core.random_programs.blocks import DTYPES, OPS, Deliberate, Trap, unpack
 from tests.core.random_programs.program import Act, Micro, Program, Step
 
 LEARNING_RATE = 0.03125
@@ -52,9 +52,7 @@ class Loop:
         cast_to: dtype that inputs are cast to, as a mixed precision policy would.
     """
 
-    def __init__(
-        self, program: Program, model: nn.Module, trap: Trap, rank: int, cast_to: torch.dtype | None = None
-    ) -> None:
+    def __init__(self, program: Program, model: Any, trap: Trap, rank: int, cast_to: torch.dtype | None = None) -> None:
         self.program = program
         self.model = model
         self.trap = trap
@@ -123,7 +121,7 @@ class Loop:
         given = x.to(self.cast_to or x.dtype, copy=True)  # a leaf may not be changed in place
         output, extra = unpack(self.model, self.model(given))
         for op in micro.change:
-            output = changed(op, output)
+            output = OPS[op](output, None)
         loss = output.to(self.dtype).square().mean()
         if isinstance(extra, Tensor):
             loss = loss + extra.to(self.dtype).mean()
@@ -135,7 +133,7 @@ class Loop:
         return torch.randn(ROWS, self.program.width, generator=generator, dtype=torch.float64).to(self.dtype)
 
     def _collect(self) -> list[Tensor]:
-        return [loss for module in block_modules(self.model) for loss in module.collect()]
+        return [loss for module in self.model.modules() for loss in module.collect()]
 
     def _acts(self, acts: tuple[Act, ...]) -> Iterator[Event]:
         for act in acts:
