@@ -11,6 +11,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from shardkit.core import Blocks, CPUOffloadPolicy, Owned, fully_shard
 from shardkit.core.materialize import materialize
 from tests.support import on_ranks, rank_mesh
+from tests.support.models import Composed
 
 
 class Everything(nn.Module):
@@ -116,30 +117,28 @@ def test_every_initialiser_gives_the_values_of_one_process(rank, world_size):
         assert torch.equal(model.rows.to_local(), before)
 
 
-class Keeps(nn.Module):
-    """Keeps its parameter in a list, where nothing can show it whole."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(6, 4))
+class Written(Composed):
+    """Initialised by `run(module)`."""
 
     def reset_parameters(self):
-        nn.init.normal_(self.kept[0])
-
-
-class Reshapes(Keeps):
-    def reset_parameters(self):
-        self.weight = nn.Parameter(torch.ones(2, 2))
+        self.run(self)
 
 
 @on_ranks(2)
 def test_initialisers_that_cannot_be_right_are_refused(rank, world_size):
-    for kind, message in (
-        (Keeps, r"weight: parameter of shape \(6, 4\); reset_parameters\(\) of FSDPKeeps did not write all of it"),
-        (Reshapes, r"'weight' of FSDPReshapes \(2, 2\); expected \(6, 4\)"),
+    for write, message in (
+        (  # to a parameter in a list, where nothing can show it whole
+            lambda module: nn.init.normal_(module.kept[0]),
+            r"weight: parameter of shape \(6, 4\); reset_parameters\(\) of FSDPWritten did not write all of it",
+        ),
+        (
+            lambda module: setattr(module, "weight", nn.Parameter(torch.ones(2, 2))),
+            r"'weight' of FSDPWritten \(2, 2\); expected \(6, 4\)",
+        ),
     ):
         with torch.device("meta"):
-            model = fully_shard(kind(), mesh=rank_mesh((world_size,), ("shard",)))
+            model = Written(write, weight=nn.Parameter(torch.ones(6, 4)))
+            fully_shard(model, mesh=rank_mesh((world_size,), ("shard",)))
         sharded = model.weight
         model.kept = [sharded]
         with pytest.raises(RuntimeError, match=message):
@@ -148,17 +147,14 @@ def test_initialisers_that_cannot_be_right_are_refused(rank, world_size):
         assert isinstance(model.weight, DTensor)
 
 
-class NoReset(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(4))
-        self.register_buffer("table", torch.ones(3), persistent=False)
+def no_reset():
+    return Composed(None, scale=nn.Parameter(torch.ones(4)), table=nn.Buffer(torch.ones(3), persistent=False))
 
 
-class Scaled(nn.Linear):
-    def reset_parameters(self):
-        self.weight.data.mul_(0.0)
-        self.bias.data.zero_()
+def scaled():
+    """Its weight is multiplied, not written."""
+    run = lambda module: (module.weight.data.mul_(0.0), module.bias.data.zero_())  # noqa: E731
+    return Written(run, weight=nn.Parameter(torch.ones(6, 4)), bias=nn.Parameter(torch.ones(6)))
 
 
 def materialize_on_meta(build, world_size, **options):
@@ -172,15 +168,15 @@ def materialize_on_meta(build, world_size, **options):
 @on_ranks(1, 3)
 def test_refuses_uninitialised_tensors_by_name(rank, world_size):
     with pytest.raises(RuntimeError) as caught:
-        materialize_on_meta(NoReset, world_size)
+        materialize_on_meta(no_reset, world_size)
     assert "(2 of them)" in str(caught.value)
-    assert re.search(r"1\.scale: parameter of shape \(4,\); NoReset has no reset_parameters", str(caught.value))
-    assert re.search(r"1\.table: buffer of shape \(3,\); NoReset has no", str(caught.value))
+    assert re.search(r"1\.scale: parameter of shape \(4,\); Composed has no reset_parameters", str(caught.value))
+    assert re.search(r"1\.table: buffer of shape \(3,\); Composed has no", str(caught.value))
     assert "0.weight" not in str(caught.value)
     with pytest.raises(RuntimeError, match=r"1 of them(.|\n)*1.weight: parameter.*did not write all of it"):
-        materialize_on_meta(lambda: Scaled(4, 6), world_size)
-    with pytest.raises(RuntimeError, match=r"1.scale.*init\(NoReset\)"):
-        materialize_on_meta(NoReset, world_size, init=lambda module: None)
+        materialize_on_meta(scaled, world_size)
+    with pytest.raises(RuntimeError, match=r"1.scale.*init\(Composed\)"):
+        materialize_on_meta(no_reset, world_size, init=lambda module: None)
 
 
 @on_ranks(1, 3)
@@ -192,11 +188,11 @@ def test_init_callable(rank, world_size):
         for parameter in module.parameters(recurse=False):
             assert type(parameter) is nn.Parameter  # whole, as before sharding
             parameter.data.fill_(3.0)
-        if isinstance(module, NoReset):
+        if isinstance(module, Composed):
             torch.arange(3, out=module.table)
 
-    model = materialize_on_meta(NoReset, world_size, init=init)
-    assert called == ["Linear", "NoReset"]
+    model = materialize_on_meta(no_reset, world_size, init=init)
+    assert called == ["Linear", "Composed"]
     assert torch.equal(model[1].scale.full_tensor(), torch.full((4,), 3.0))
     assert torch.equal(model[1].table, torch.arange(3.0))
 
@@ -224,18 +220,6 @@ def test_plain_model_without_process_group():
         model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     materialize(model, device="cpu")
     assert torch.equal(model[1].running_var, torch.ones(3))
-
-
-class Written(nn.Module):
-    """One tensor, which `write(module)` initialises."""
-
-    def __init__(self, dtype, write):
-        super().__init__()
-        self.write = write
-        self.register_buffer("values", torch.empty(4, 3, dtype=dtype))
-
-    def reset_parameters(self):
-        self.write(self)
 
 
 def replace_values(device):
@@ -268,7 +252,7 @@ def replace_values(device):
 )
 def test_what_counts_as_initialised(dtype, write, complete):
     with torch.device("meta"):
-        model = Written(dtype, write)
+        model = Written(write, values=nn.Buffer(torch.empty(4, 3, dtype=dtype)))
     if complete:
         materialize(model, device="cpu")
     else:
@@ -285,7 +269,8 @@ def test_bytes_without_an_initialiser_are_refused():
     with pytest.raises(RuntimeError, match=r"mask: buffer of shape \(3,\); Module has no reset_parameters\(\)"):
         materialize(model, device="cpu")
     with torch.device("meta"):
-        outer = Written(torch.float32, lambda m: (m.values.zero_(), outer.inner.mask.fill_(True)))
+        run = lambda m: (m.values.zero_(), outer.inner.mask.fill_(True))  # noqa: E731
+        outer = Written(run, values=nn.Buffer(torch.empty(4, 3)))
         outer.inner = nn.Module()
         outer.inner.register_buffer("mask", torch.zeros(3, dtype=torch.bool))
     materialize(outer, device="cpu")  # the module around it has written it

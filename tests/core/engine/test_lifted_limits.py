@@ -78,29 +78,17 @@ def _tied() -> nn.Module:
     return model
 
 
-def _both_sharded(model: Any, **options: Any) -> None:
-    shard_each(model.embedding, *model.blocks, model.head, model, **options)
+TIES: dict[str, Callable[[Any], tuple[Any, ...]]] = {
+    "both sharded": lambda model: (model.embedding, *model.blocks, model.head),
+    "head first": lambda model: (model.head, *model.blocks, model.embedding),
+    "head in the root": lambda model: (model.embedding, *model.blocks),
+    "in groups": lambda model: ([model.embedding, model.blocks[0]], [model.blocks[1], model.head]),
+}
+"""The modules, or lists of modules, that are sharded before the root."""
 
 
-def _head_first(model: Any, **options: Any) -> None:
-    shard_each(model.head, *model.blocks, model.embedding, model, **options)
-
-
-def _head_in_the_root(model: Any, **options: Any) -> None:
-    shard_each(model.embedding, *model.blocks, model, **options)
-
-
-def _in_groups(model: Any, **options: Any) -> None:
-    shard_each([model.embedding, model.blocks[0]], [model.blocks[1], model.head], model, **options)
-
-
-TIES = [
-    (_both_sharded, None),
-    (_both_sharded, False),
-    (_head_first, True),
-    (_head_in_the_root, False),
-    (_in_groups, None),
-]
+def _shard_tied(model: Any, ties: str = "both sharded", **options: Any) -> None:
+    shard_each(*TIES[ties](model), model, **options)
 
 
 def _tied_loss(path: str) -> Callable[[nn.Module, int], Tensor]:
@@ -123,10 +111,19 @@ def _check_ties(twins: Twins) -> None:
 
 @pytest.mark.daily(world_size=[3])
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize(("shard", "reshard"), TIES)
+@pytest.mark.parametrize(
+    ("ties", "reshard"),
+    [
+        ("both sharded", None),
+        ("both sharded", False),
+        ("head first", True),
+        ("head in the root", False),
+        ("in groups", None),
+    ],
+)
 @on_ranks()
-def test_tied_across_groups(rank: int, world_size: int, shard: Callable[..., None], reshard: bool | None) -> None:
-    twins = Twins.of(rank, world_size, _tied, lambda model: shard(model, reshard_after_forward=reshard))
+def test_tied_across_groups(rank: int, world_size: int, ties: str, reshard: bool | None) -> None:
+    twins = Twins.of(rank, world_size, _tied, lambda model: _shard_tied(model, ties, reshard_after_forward=reshard))
     _check_ties(twins)
     for path in ("eh", "eh", "e", "h", "eh"):
         twins.step(_tied_loss(path))
@@ -149,18 +146,18 @@ def test_tied_across_groups(rank: int, world_size: int, shard: Callable[..., Non
 
 @on_ranks(1, 3)
 def test_checkpoints_of_tied_parameters(rank: int, world_size: int) -> None:
-    twins = Twins.of(rank, world_size, _tied, _both_sharded)
+    twins = Twins.of(rank, world_size, _tied, _shard_tied)
     twins.step(_tied_loss("eh"))
     state = twins.sharded.state_dict()
     assert state["head.weight"].to_local().data_ptr() == state["embedding.weight"].to_local().data_ptr()
     torch.manual_seed(3)
     other = _tied()
-    _both_sharded(other)
+    _shard_tied(other)
     _round_trip(twins.sharded, other)
     for assign in (False, True):
         torch.manual_seed(4)
         loaded = _tied()
-        _both_sharded(loaded)
+        _shard_tied(loaded)
         loaded.load_state_dict(state, assign=assign)
         resumed = Twins(loaded, twins.whole, rank, world_size)
         _check_ties(resumed)
@@ -353,25 +350,20 @@ def _odd() -> nn.Module:
 _ODD_LOSS = square_loss(2, 72)
 
 
-def _last_dim(parameter: nn.Parameter) -> Shard | None:
-    return Shard(-1)
-
-
-def _dim_one(parameter: nn.Parameter) -> Shard | None:
-    return Shard(1) if parameter.ndim > 1 else None
-
-
-def _longest_dim(parameter: nn.Parameter) -> Shard | None:
-    return Shard(max(range(parameter.ndim), key=lambda dim: parameter.shape[dim]))
+DIMS: dict[str, Callable[[nn.Parameter], Shard | None] | None] = {
+    "default": None,
+    "dim 1": lambda parameter: Shard(1) if parameter.ndim > 1 else None,
+    "last": lambda parameter: Shard(-1),
+    "longest": lambda parameter: Shard(max(range(parameter.ndim), key=lambda dim: parameter.shape[dim])),
+}
 
 
 @pytest.mark.daily(world_size=[3])
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize("placement", [None, _dim_one, _last_dim, _longest_dim])
+@pytest.mark.parametrize("dims", DIMS)
 @on_ranks()
-def test_any_dim_and_layout(
-    rank: int, world_size: int, placement: Callable[[nn.Parameter], Shard | None] | None
-) -> None:
+def test_any_dim_and_layout(rank: int, world_size: int, dims: str) -> None:
+    placement = DIMS[dims]
     for reshard, param_dtype in ((None, None), (False, None), (True, torch.float64)):
         precision = MixedPrecisionPolicy(param_dtype=param_dtype, output_dtype=torch.float32)
         options = {"reshard_after_forward": reshard, "shard_placement_fn": placement, "mp_policy": precision}

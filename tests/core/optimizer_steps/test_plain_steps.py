@@ -32,20 +32,14 @@ from tests.support.twins import assert_equal
 # -- on any shard: the same as on DTensors ---------------------------------------------------------------------------
 
 
-class Odd(nn.Module):
+def odd() -> Any:
     """Uneven and empty shards, a 0-dim parameter, one that is frozen and one that gets no gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first = nn.Linear(5, 7)
-        self.second = nn.Linear(7, 1)
-        self.scale = nn.Parameter(torch.tensor(0.5))
-        self.unused = nn.Parameter(torch.ones(3))
-        self.first.bias.requires_grad_(False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(self.first(x).relu()) * self.scale
+    torch.manual_seed(0)
+    run = lambda module, x: module.second(module.first(x).relu()) * module.scale  # noqa: E731
+    scale, unused = nn.Parameter(torch.tensor(0.5)), nn.Parameter(torch.ones(3))
+    model = Composed(run, first=nn.Linear(5, 7), second=nn.Linear(7, 1), scale=scale, unused=unused)
+    model.first.bias.requires_grad_(False)
+    return model
 
 
 class Pair:
@@ -54,7 +48,7 @@ class Pair:
     def __init__(self, world_size: int, name: str, options: dict[str, Any]) -> None:
         self.models, self.optimizers = [], []
         for _ in range(2):
-            model, mesh = Odd(), rank_mesh((world_size,))
+            model, mesh = odd(), rank_mesh((world_size,))
             fully_shard(model.first, mesh=mesh)
             self.models.append(fully_shard(model, mesh=mesh))
             first, *others = model.parameters()
@@ -91,12 +85,12 @@ def test_the_same_bits_as_on_dtensors(rank: int, world_size: int, name: str, opt
     assert all(ours is theirs for ours, theirs in zip(held, pair.models[0].parameters(), strict=True))
 
 
-def _exchange_parameters(model: Odd, optimizer: Any) -> None:
+def _exchange_parameters(model: Any, optimizer: Any) -> None:
     few, many = (group["params"] for group in optimizer.param_groups)
     few[0], many[1] = many[1], few[0]
 
 
-def _fail(model: Odd, optimizer: Any) -> None:
+def _fail(model: Any, optimizer: Any) -> None:
     lr, optimizer.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"], "much"
     with pytest.raises((TypeError, RuntimeError)):
         optimizer.step()
@@ -111,7 +105,7 @@ def _be_refused(parameter: torch.Tensor, gradient: torch.Tensor, optimizer: Any)
     parameter.grad = before
 
 
-def _replicate_gradient(model: Odd, optimizer: Any) -> None:
+def _replicate_gradient(model: Any, optimizer: Any) -> None:
     weight = model.second.weight
     _be_refused(weight, weight.grad.redistribute(placements=[Replicate()]), optimizer)
 
@@ -142,7 +136,7 @@ def test_the_same_bits_after_changes_between_steps(rank: int, world_size: int) -
 def test_optimizers_that_torch_refuses_on_dtensors(
     rank: int, world_size: int, name: str, options: dict[str, Any]
 ) -> None:
-    model, reference = fully_shard(Odd(), mesh=rank_mesh((world_size,))), Odd()
+    model, reference = fully_shard(odd(), mesh=rank_mesh((world_size,))), odd()
     ours, theirs = (getattr(torch.optim, name)(one.parameters(), lr=0.05, **options) for one in (model, reference))
     optimizer_step_on_shards(ours)
     for number in range(3):
