@@ -5,15 +5,19 @@ import copy
 import os
 import random
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from hypothesis import HealthCheck, settings
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 FACTOR = float(os.environ.get("SHARDKIT_FUZZ", "1"))
-fuzzed = settings(
-    max_examples=int(150 * FACTOR), database=None, derandomize=FACTOR == 1, suppress_health_check=list(HealthCheck)
-)
+
+
+def fuzzed(run: Callable[[random.Random], None]) -> Callable[[], None]:
+    """`run` for each of many generators."""
+    chosen = settings(max_examples=int(150 * FACTOR), database=None, derandomize=FACTOR == 1)
+    return chosen(given(seed=st.integers(0, 2**63))(lambda seed: run(random.Random(seed))))
 
 
 @contextlib.contextmanager

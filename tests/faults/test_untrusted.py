@@ -13,15 +13,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hypothesis import given
-from hypothesis import strategies as st
 
-from shardkit.core.checkpoint import CheckpointError, CheckpointManager, TrainingState
+from shardkit.core.checkpoint import CheckpointError, TrainingState
 from shardkit.core.checkpoint.directory import open_index
 from shardkit.core.checkpoint.index import MANIFEST, seal, unseal
 from shardkit.core.checkpoint.leaves import LeftOut
 from shardkit.core.checkpoint.reading import read_objects, stored_tensors
 from shardkit.core.checkpoint.sources import weights_of_files
+from tests.core.checkpoint.trainee import saved
 from tests.faults.fuzzing import fuzzed, takes_at_most, with_bytes, with_values
 
 
@@ -35,19 +34,16 @@ class Everything:
         pass
 
 
-@pytest.fixture(scope="module")
-def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("ours")
-    with CheckpointManager(path) as manager:
-        manager.save(1, TrainingState(torch.nn.Linear(4, 3), user={"user": Everything()}))
-    return path / "step-000001"
+@pytest.fixture
+def ours(tmp_path: Path) -> Path:
+    saved(tmp_path, TrainingState(torch.nn.Linear(4, 3), user={"user": Everything()}), 1)
+    return tmp_path / "step-000001"
 
 
-@pytest.fixture(scope="module")
-def stocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("stock")
-    dcp.save({"model": torch.nn.Linear(4, 3).state_dict(), "step": 7}, checkpoint_id=path, no_dist=True)
-    return path
+@pytest.fixture
+def stocks(tmp_path: Path) -> Path:
+    dcp.save({"model": torch.nn.Linear(4, 3).state_dict(), "step": 7}, checkpoint_id=tmp_path, no_dist=True)
+    return tmp_path
 
 
 def read_all(path: Path) -> int:
@@ -76,32 +72,28 @@ def test_changed_bytes_of_a_checkpoint(whose: str, file: str, request: pytest.Fi
     original = (path / file).read_bytes()
 
     @fuzzed
-    @given(st.integers(0, 2**63))
-    def run(seed: int) -> None:
-        data = with_bytes(original, random.Random(seed))
+    def run(generator: random.Random) -> None:
+        data = with_bytes(original, generator)
         (path / file).write_bytes(data)
         read = survives(path)
         assert whose == "stocks" or read == (data == original)
 
-    try:
-        run()
-    finally:
-        (path / file).write_bytes(original)
+    run()
 
 
-@fuzzed
-@given(st.integers(0, 2**63))
-def test_values_of_a_manifest_that_is_sealed_anew(ours: Path, seed: int):
+def test_values_of_a_manifest_that_is_sealed_anew(ours: Path):
     """The seal only detects accidents: anybody who makes a manifest can seal it."""
-    original, generator = (ours / MANIFEST).read_bytes(), random.Random(seed)
-    document = unseal(original, MANIFEST)
-    for _ in range(generator.randint(1, 3)):
-        document = with_values(document, generator)
-    (ours / MANIFEST).write_bytes(seal(document))
-    try:
+    original = unseal((ours / MANIFEST).read_bytes(), MANIFEST)
+
+    @fuzzed
+    def run(generator: random.Random) -> None:
+        document = original
+        for _ in range(generator.randint(1, 3)):
+            document = with_values(document, generator)
+        (ours / MANIFEST).write_bytes(seal(document))
         survives(ours)
-    finally:
-        (ours / MANIFEST).write_bytes(original)
+
+    run()
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "pt"])
@@ -117,9 +109,8 @@ def test_changed_bytes_of_a_file(suffix: str, tmp_path: Path):
     refusals = (CheckpointError, ValueError) if suffix == "safetensors" else (CheckpointError,)
 
     @fuzzed
-    @given(st.integers(0, 2**63))
-    def run(seed: int) -> None:
-        path.write_bytes(with_bytes(original, random.Random(seed)))
+    def run(generator: random.Random) -> None:
+        path.write_bytes(with_bytes(original, generator))
         with takes_at_most(100), contextlib.suppress(*refusals):
             for one in weights_of_files(path, LeftOut()).tensors.values():
                 assert sum(slab.nbytes for slab in one.slabs()) == one.nbytes
