@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import shardkit.core as ours
 from benchmarks.side_by_side.networks import GPT
-from benchmarks.turns import Seconds, milliseconds, ratio, slowest
+from benchmarks.turns import Seconds, milliseconds, ratio, slowest, table
 from shardkit.core import FileTier, offload_activations, overlap_step
 from tests.support import run_ranks
 from tests.support.sharding import shard_each
@@ -125,15 +125,14 @@ def run(rank: int, world_size: int, options: argparse.Namespace) -> tuple[Second
     return optimizer, step, {name: [training.in_files] for name, training in trainings.items()}
 
 
-def rows(optimizer: Seconds, step: Seconds, in_files: Seconds) -> Iterator[str]:
+def rows(optimizer: Seconds, step: Seconds, in_files: Seconds) -> Iterator[tuple[object, ...]]:
     """Of seconds of `optimizer.step()` and of whole steps, and of MiB in files."""
     for way in WAYS:
         times = [milliseconds(optimizer[way.name]), milliseconds(step[way.name])]
         compared = [way.beside, *(ratio(one[way.name], one[way.beside]) for one in (optimizer, step))]
         if way.beside == way.name:
             compared = ["", "", ""]
-        cells = (way.name, *times, ratio(step[way.name], step[PLAIN]), *compared, f"{in_files[way.name][0]:.0f}")
-        yield f"| {' | '.join(cells)} |"
+        yield (way.name, *times, ratio(step[way.name], step[PLAIN]), *compared, f"{in_files[way.name][0]:.0f}")
 
 
 def main() -> None:
@@ -146,10 +145,8 @@ def main() -> None:
     parser.add_argument("--directory", default=tempfile.gettempdir(), help="for the files; on a disk, not in memory")
     options = parser.parse_args()
     found = run_ranks(RANKS, run, options, timeout=3600.0, isolated=True)
-    print(f"| way | optimizer, ms | whole step, ms | of {PLAIN}'s | beside | optimizer | whole step | MiB in files |")
-    print("|---|---|---|---|---|---|---|---|")
-    for row in rows(*map(slowest, zip(*found, strict=True))):
-        print(row)
+    head = f"way|optimizer, ms|whole step, ms|of {PLAIN}'s|beside|optimizer|whole step|MiB in files".split("|")
+    print(table(head, rows(*map(slowest, zip(*found, strict=True)))))
 
 
 if __name__ == "__main__":

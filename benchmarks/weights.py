@@ -33,6 +33,7 @@ from side_by_side.networks import GPT
 from side_by_side.surroundings import surroundings
 from torch import multiprocessing
 from torch.distributed.device_mesh import DeviceMesh
+from turns import table
 
 from shardkit.core import fully_shard
 from shardkit.weights import Target, WeightReceiver, WeightSender
@@ -262,21 +263,22 @@ def facts_of(seen: list[Seen]) -> dict[str, Any]:
     }
 
 
-def table(rows: dict[tuple[str, int, str], dict[str, Any]]) -> Iterator[str]:
-    yield (
-        "| link | receivers | way | all have it, s | of gather's | trainers stand still, s | a copy, s "
-        "| sent by rank 0 + 1, MB | MiB of a sender | MiB of a receiver |"
-    )
-    yield "|---|---|---|---|---|---|---|---|---|---|"
+HEAD = (
+    *("link", "receivers", "way", "all have it, s", "of gather's", "trainers stand still, s", "a copy, s"),
+    *("sent by rank 0 + 1, MB", "MiB of a sender", "MiB of a receiver"),
+)
+
+
+def cells(rows: dict[tuple[str, int, str], dict[str, Any]]) -> Iterator[tuple[object, ...]]:
     for (link, receivers, way), one in rows.items():
         whole, ratio = statistics.median(one["whole"]), ""
         if gather := rows.get((link, receivers, "gather")):
             ratio = f"{whole / statistics.median(gather['whole']):.2f}"
         sent = " + ".join(f"{nbytes / 1e6:.1f}" for nbytes in one["sent"])
-        memory = f"{one['sender_memory'] >> 20} | {one['receiver_memory'] >> 20}"
+        memory = one["sender_memory"] >> 20, one["receiver_memory"] >> 20
         times = f"{whole:.3f} [{min(one['whole']):.3f}-{max(one['whole']):.3f}]"
-        still = f"{statistics.median(one['still']):.3f} | {one['copy']:.3f}"
-        yield f"| {link} | {receivers} | {way} | {times} | {ratio} | {still} | {sent} | {memory} |"
+        still = f"{statistics.median(one['still']):.3f}", f"{one['copy']:.3f}"
+        yield link, receivers, way, times, ratio, *still, sent, *memory
 
 
 def over(link: str, options: argparse.Namespace) -> Iterator[tuple[tuple[str, int, str], dict[str, Any]]]:
@@ -313,8 +315,7 @@ def main() -> None:
             rows |= over(link, options)
         except NoLink as error:
             print(error, file=sys.stderr)
-    for line in table(rows):
-        print(line)
+    print(table(HEAD, cells(rows)))
     if options.json is not None:
         every = [{"link": link, "receivers": count, "way": way, **one} for (link, count, way), one in rows.items()]
         options.json.write_text(json.dumps({**facts, "rows": every}, indent=1) + "\n")

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from turns import table
 
 from shardkit.weights.boxes import Box, Held, Wanted
 from shardkit.weights.plan import Provided, plan
@@ -110,27 +111,23 @@ def loads(
     return [sent[rank] for rank in range(trainers)], received
 
 
-def row(name: str, trainers: int, ranks: int, engines: int) -> str:
+def row(name: str, trainers: int, ranks: int, engines: int) -> list[str]:
     model = MODELS[name]
     layer, beside = (loads(one, trainers, ranks) for one in (model.layer, model.beside))
     sent, received = (
         [model.layers * one + other for one, other in zip(layer[side], beside[side], strict=True)] for side in (0, 1)
     )
     most = max(*sent, *received)
-    times = " | ".join(f"{most / speed:.2f}" for speed in LINKS.values())
     total = 2 * sum(
         count * math.prod(shape)
         for count, tensors in ((model.layers, model.layer), (1, model.beside))
         for shape, _ in tensors.values()
     )
-    whole = " | ".join(f"{total / speed:.2f}" for speed in LINKS.values())
-    sizes = f"{total / 1e9:.0f} | {max(sent) / 1e9:.2f} | {max(received) / 1e9:.2f}"
-    return f"| {name} | {trainers} | {engines} x {ranks} | {sizes} | {times} | {whole} |"
+    sizes = [f"{total / 1e9:.0f}", f"{max(sent) / 1e9:.2f}", f"{max(received) / 1e9:.2f}"]
+    times = [f"{nbytes / speed:.2f}" for nbytes in (most, total) for speed in LINKS.values()]
+    return [name, str(trainers), f"{engines} x {ranks}", *sizes, *times]
 
 
 if __name__ == "__main__":
-    whole = " | ".join(f"whole, {one}" for one in LINKS)
-    print(f"| model | trainers | engines x ranks | GB | most sent | most received | {' | '.join(LINKS)} | {whole} |")
-    print("|---" * (6 + 2 * len(LINKS)) + "|")
-    for case in CASES:
-        print(row(*case), flush=True)
+    head = ["model", "trainers", "engines x ranks", "GB", "most sent", "most received"]
+    print(table([*head, *LINKS, *(f"whole, {one}" for one in LINKS)], [row(*case) for case in CASES]))
