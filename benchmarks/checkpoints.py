@@ -5,6 +5,7 @@ A GPT of 34 M parameters with AdamW on two ranks, sharded by shardkit for both, 
 
 import argparse
 import gc
+import itertools
 import shutil
 import tempfile
 import warnings
@@ -12,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from benchmarks.side_by_side.meters import MemoryMeter
 from benchmarks.side_by_side.networks import GPT
-from benchmarks.turns import Seconds, in_turn, milliseconds, ratio, slowest, timed
+from benchmarks.turns import Seconds, in_turn, milliseconds, ratio, slowest
 from shardkit.core.checkpoint import CheckpointManager, TrainingState
 from tests.support import rank_mesh, run_ranks
 from tests.support.sharding import shard_each
@@ -49,37 +49,33 @@ def state_of(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def saving(rank: int, world_size: int, path: Path, rounds: int) -> Seconds:
-    """Stalls and whole saves, one after the other in each round."""
+    """Stalls and whole saves, one after the other in each round; each begins when the one before is complete."""
     warnings.simplefilter("ignore")
     model, optimizer = build(world_size)
     state = TrainingState(model, optimizer)
     manager = CheckpointManager(path / "ours", keep=1)
-    seconds: Seconds = {}
-    for number in range(rounds + 1):
-        found = _one_round(model, optimizer, manager, state, path / f"stock-{number}", 2 * number)
-        if rank == 0:
-            for one in path.glob("stock-*"):
-                shutil.rmtree(one)
-        dist.barrier()
-        if number:  # the first round warms up
-            for name, value in found.items():
-                seconds.setdefault(name, []).append(value)
-    return seconds
-
-
-def _one_round(
-    model: Any, optimizer: Any, manager: CheckpointManager, state: TrainingState, stock: Path, step: int
-) -> dict[str, float]:
+    steps = itertools.count()
     pending: list[Any] = []
-    found = {"stock save": timed(lambda: dcp.save(state_of(model, optimizer), checkpoint_id=stock / "save"))}
-    found["stock async_save, stall"] = timed(
-        lambda: pending.append(dcp.async_save(state_of(model, optimizer), checkpoint_id=stock / "async"))
-    )
-    pending[0].result()
-    found["ours, stall"] = timed(lambda: manager.save(step, state))
-    manager.wait()
-    found["ours, whole"] = timed(lambda: manager.save(step + 1, state, blocking=True))
-    return found
+
+    def clean() -> None:
+        if rank == 0:
+            for name in ("save", "async"):
+                shutil.rmtree(path / name)
+
+    actions = {
+        "stock save": lambda: dcp.save(state_of(model, optimizer), checkpoint_id=path / "save"),
+        "stock async_save, stall": lambda: pending.append(
+            dcp.async_save(state_of(model, optimizer), checkpoint_id=path / "async")
+        ),
+        "stock async_save, the rest": lambda: pending.pop().result(),
+        "ours, stall": lambda: manager.save(next(steps), state),
+        "ours, the rest": manager.wait,
+        "ours, whole": lambda: manager.save(next(steps), state, blocking=True),
+        "removal": clean,
+    }
+    seconds = in_turn(actions, rounds, warmup=1)
+    del seconds["removal"]
+    return seconds
 
 
 def memory(rank: int, world_size: int, path: Path, ours: bool) -> tuple[int, int]:
