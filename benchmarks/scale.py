@@ -10,12 +10,15 @@ See benchmarks/METHOD.md.
 
 import argparse
 import gc
+import itertools
 import json
-import subprocess
+import multiprocessing
+import re
 import sys
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -28,22 +31,14 @@ import torch.distributed.fsdp as stock
 from side_by_side.surroundings import surroundings
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from turns import table
 
 import shardkit.core
 
 PARAMETERS, ROWS = 9, 16384
 TURNS, MODELS = 7, 3
 """Later steps, and models of each system with a first step; the median of each counts."""
-_COLLECTIVES = (
-    "all_gather_single",
-    "reduce_scatter_single",
-    "_allgather_base",
-    "_reduce_scatter_base",
-    "all_gather_single_coalesced",
-    "reduce_scatter_single_coalesced",
-    "allgather_into_tensor_coalesced",
-    "reduce_scatter_tensor_coalesced",
-)
+_COLLECTIVES = re.compile("_?(all_?gather|reduce_scatter)_(single|base|into_tensor|tensor)(_coalesced)?")
 
 
 @dataclass(frozen=True)
@@ -90,7 +85,8 @@ class HostClock:
     @contextmanager
     def without_collectives(self) -> Iterator[None]:
         """Takes the collectives' time off, as long as the context is open."""
-        methods = {name: getattr(dist.ProcessGroup, name) for name in _COLLECTIVES if hasattr(dist.ProcessGroup, name)}
+        names = filter(_COLLECTIVES.fullmatch, dir(dist.ProcessGroup))
+        methods = {name: getattr(dist.ProcessGroup, name) for name in names}
         for name, method in methods.items():
             setattr(dist.ProcessGroup, name, self._timed(method))
         try:
@@ -111,7 +107,9 @@ class HostClock:
 
 
 class Trainer:
-    def __init__(self, library: Any, configuration: Configuration, mesh: Any, clock: HostClock) -> None:
+    def __init__(
+        self, library: Any, configuration: Configuration, mesh: Any, clock: HostClock, budget: float | None = None
+    ) -> None:
         self._clock = clock
         self._x = torch.ones(ROWS, requires_grad=True)
         self._model: Any = nn.Sequential(*(Scales() for _ in range(configuration.groups)))
@@ -121,9 +119,9 @@ class Trainer:
             library.fully_shard(group, mesh=mesh, mp_policy=policy)
         library.fully_shard(self._model, mesh=mesh, mp_policy=policy)
         self.sharding = clock.now() - began
-
-    def set_budget(self, nbytes: int) -> None:
-        self._model.set_prefetch_budget(nbytes)
+        if budget is not None:
+            group = 2 * PARAMETERS * ROWS  # bf16
+            self._model.set_prefetch_budget(int(budget * configuration.groups * group) + 3 * group)
 
     def step(self) -> float:
         began = self._clock.now()
@@ -145,8 +143,8 @@ def measure(configuration: Configuration) -> dict[str, Cost]:
         "shardkit": lambda: Trainer(shardkit.core, configuration, mesh, clock),
     }
     if configuration.budget is not None:
-        makers["budget"] = lambda: _with_budget(configuration, mesh, clock)
-    small = replace(configuration, groups=2, budget=None)
+        makers["budget"] = lambda: Trainer(shardkit.core, configuration, mesh, clock, configuration.budget)
+    small = replace(configuration, groups=2)
     for library in (stock, shardkit.core):  # imports, and objects that are made once
         warm = Trainer(library, small, mesh, clock)
         warm.step()
@@ -186,14 +184,6 @@ def _begun(make: Callable[[], Trainer]) -> tuple[Trainer, float]:
     return trainer, first
 
 
-def _with_budget(configuration: Configuration, mesh: Any, clock: HostClock) -> Trainer:
-    trainer = Trainer(shardkit.core, configuration, mesh, clock)
-    group = 2 * PARAMETERS * ROWS  # bf16
-    assert configuration.budget is not None
-    trainer.set_budget(int(configuration.budget * configuration.groups * group) + 3 * group)
-    return trainer
-
-
 def _taken(make: Callable[[], Trainer], configuration: Configuration) -> float:
     """Bytes of Python's objects for each parameter, after two steps."""
     gc.collect()
@@ -207,43 +197,42 @@ def _taken(make: Callable[[], Trainer], configuration: Configuration) -> float:
     return nbytes / (configuration.groups * PARAMETERS)
 
 
-def table(results: list[tuple[Configuration, dict[str, Cost]]]) -> str:
-    columns = "ranks | groups | system | sharding, s | first step, s | later step, s | a group, ms | / stock"
-    lines = [f"| {columns} | bytes / parameter |", "|" + "---|" * 9]
+HEAD = [
+    "ranks",
+    "groups",
+    "system",
+    "sharding, s",
+    "first step, s",
+    "later step, s",
+    "a group, ms",
+    "/ stock",
+    "bytes / parameter",
+]
+
+
+def cells(results: list[tuple[Configuration, dict[str, Cost]]]) -> Iterator[tuple[object, ...]]:
     for one, costs in results:
         for name, cost in costs.items():
-            ratio = cost.later / costs["stock"].later
-            lines.append(
-                f"| {one.ranks} | {one.groups} | {name} | {cost.sharding:.3f} | {cost.first:.3f} "
-                f"| {cost.later:.3f} | {cost.later / one.groups * 1e3:.2f} | {ratio:.2f} "
-                f"| {cost.bytes_each:.0f} |"
-            )
-    return "\n".join(lines)
+            seconds = (f"{value:.3f}" for value in (cost.sharding, cost.first, cost.later))
+            each = f"{cost.later / one.groups * 1e3:.2f}", f"{cost.later / costs['stock'].later:.2f}"
+            yield one.ranks, one.groups, name, *seconds, *each, f"{cost.bytes_each:.0f}"
 
 
-def main() -> int:
+def main() -> None:
     """Runs every configuration asked for in a process of its own; prints a table."""
     args = _arguments()
-    if args.one is not None:
-        costs = measure(Configuration(**json.loads(args.one)))
-        print(json.dumps({name: asdict(cost) for name, cost in costs.items()}))
-        return 0
     results = []
-    for ranks in args.ranks:
-        for groups in args.groups:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), max_tasks_per_child=1) as processes:
+        for ranks, groups in itertools.product(args.ranks, args.groups):
             one = Configuration(ranks, groups, args.budget)
-            command = [sys.executable, __file__, "--one", json.dumps(asdict(one))]
-            done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-            answer = json.loads(done.stdout.splitlines()[-1])
-            results.append((one, {name: Cost(**cost) for name, cost in answer.items()}))
+            results.append((one, processes.submit(measure, one).result()))
             print(f"{ranks} ranks, {groups} groups: done", file=sys.stderr, flush=True)
-    print(table(results))
+    print(table(HEAD, cells(results)))
     if args.json is not None:
         runs = [asdict(one) | {"costs": {name: asdict(cost) for name, cost in each.items()}} for one, each in results]
         args.json.write_text(
             json.dumps({"surroundings": surroundings("cpu", "adamw", None), "runs": runs}, indent=1) + "\n"
         )
-    return 0
 
 
 def _arguments() -> argparse.Namespace:
@@ -252,9 +241,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--groups", type=int, nargs="+", default=[32])
     parser.add_argument("--budget", type=float, help="also a prefetch budget of this part of all unsharded bytes")
     parser.add_argument("--json", type=Path, help="also write the figures to this file, such as results/scale.json")
-    parser.add_argument("--one", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
