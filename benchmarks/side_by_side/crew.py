@@ -3,15 +3,14 @@
 import multiprocessing
 import os
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, BrokenExecutor, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 from side_by_side.link import Side
-from side_by_side.rank import Assignment, Failure, serve
+from side_by_side.rank import Assignment, answer, begin
 
 _PRELOADED = [
     "torch._dynamo",
@@ -29,96 +28,78 @@ class CrewFailure(RuntimeError):
 
 
 class Crew:
-    """Fresh processes, one for each rank. Use `started` to make one and to have it ended.
+    """Fresh processes, one for each rank. `started` makes crews, and ends them.
 
     `sides`: the two ends of a link; the first half of the ranks is put at the one, the others at the other.
     """
 
     def __init__(
-        self,
-        system: str,
-        workload: str,
-        optimizer: str,
-        world_size: int,
-        device: str,
+        self, system: str, workload: str, optimizer: str, world_size: int, device: str, directory: str,
         sides: tuple[Side, Side] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.system = system
-        self.world_size = world_size
-        self._directory = tempfile.TemporaryDirectory(prefix="compare-")
-        self._connections: list[Connection] = []
-        self._processes: list[Any] = []
-        store = str(Path(self._directory.name) / "store")
         context = _context(device)
-        for rank in range(world_size):
-            here, there = context.Pipe()
+        self._ranks = [ProcessPoolExecutor(1, context) for _ in range(world_size)]
+        self._building: list[Future[Any]] = []
+        for rank, process in enumerate(self._ranks):
             side = sides[2 * rank // world_size] if sides else None
+            store = str(Path(directory, system))
             assignment = Assignment(system, workload, optimizer, rank, world_size, device, store, side)
-            process = context.Process(target=serve, args=(assignment, there), name=f"{system}-{rank}", daemon=True)
-            process.start()
-            there.close()
-            self._connections.append(here)
-            self._processes.append(process)
+            self._building.append(process.submit(begin, assignment))
 
     def ready(self) -> None:
         """Wait until every rank has built its network."""
-        self._answers()
+        self._answers(self._building)
 
     def ask(self, request: str, *args: Any) -> list[Any]:
         """Have every rank run the `Trainer` method `request`; the answers in rank order.
 
-        Raises `CrewFailure` with the ranks' tracebacks.
+        Raises `CrewFailure` with a rank's traceback.
         """
-        for connection in self._connections:
-            connection.send((request, args))
-        return self._answers()
+        try:
+            asked = [process.submit(answer, request, *args) for process in self._ranks]
+        except BrokenExecutor:
+            raise CrewFailure(f"{self.system}: a rank died") from None
+        return self._answers(asked)
 
     def close(self) -> None:
-        for process in self._processes:
-            process.kill()
-        for process, connection in zip(self._processes, self._connections, strict=True):
-            process.join()
-            connection.close()
-        self._directory.cleanup()
+        """The processes have been killed."""
+        for process in self._ranks:
+            process.shutdown()
 
-    def _answers(self) -> list[Any]:
-        answers: dict[int, Any] = {}
-        deadline = time.monotonic() + _PATIENCE
-        while len(answers) < self.world_size:
-            waiting = {self._connections[rank]: rank for rank in range(self.world_size) if rank not in answers}
-            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
-            if not ready:
-                raise CrewFailure(
-                    f"{self.system}: no answer from ranks {sorted(waiting.values())} in {_PATIENCE:.0f} s"
-                )
-            for connection in ready:
-                rank = waiting[connection]  # type: ignore[index]
-                answers[rank] = self._answer(rank)
-        return [answers[rank] for rank in range(self.world_size)]
-
-    def _answer(self, rank: int) -> Any:
-        try:
-            answer = self._connections[rank].recv()
-        except EOFError:
-            raise CrewFailure(f"{self.system}: rank {rank} died") from None
-        if isinstance(answer, Failure):
-            raise CrewFailure(f"{self.system}: rank {rank} raised\n{answer.text}")
-        return answer
+    def _answers(self, asked: list[Future[Any]]) -> list[Any]:
+        done, waiting = wait(asked, _PATIENCE, FIRST_EXCEPTION)
+        for future in done:
+            if error := future.exception():
+                told = f"{self.system}: rank {asked.index(future)} raised or died\n{error.__cause__ or repr(error)}"
+                raise CrewFailure(told) from None
+        if waiting:
+            late = sorted(map(asked.index, waiting))
+            raise CrewFailure(f"{self.system}: no answer from ranks {late} in {_PATIENCE:.0f} s")
+        return [future.result() for future in asked]
 
 
 @contextmanager
 def started(systems: Sequence[str], *args: Any) -> Iterator[list[Crew]]:
-    """A crew for each system, with its network built; ended with the block. `args` are the other ones of `Crew`."""
+    """A crew for each system, with its network built; ended with the block.
+
+    `args` are `workload`, `optimizer`, `world_size`, `device` and `sides` of `Crew`.
+    """
+    *trained, sides = args
     crews: list[Crew] = []
-    try:
-        for system in systems:
-            crews.append(Crew(system, *args))
-        for crew in crews:
-            crew.ready()
-        yield crews
-    finally:
-        for crew in crews:
-            crew.close()
+    with tempfile.TemporaryDirectory(prefix="compare-") as directory:
+        try:
+            for system in systems:
+                crews.append(Crew(system, *trained, directory, sides))
+            for crew in crews:
+                crew.ready()
+            yield crews
+        finally:
+            # A rank may be in a collective that others never join.
+            for process in multiprocessing.active_children():
+                process.kill()
+            for crew in crews:
+                crew.close()
 
 
 def _context(device: str) -> Any:

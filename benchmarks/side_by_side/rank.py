@@ -1,13 +1,12 @@
-"""One rank process of one system. It obeys one request after the other and sleeps in between, blocked on its pipe."""
+"""One rank process of one system. It answers one request after the other and sleeps in between, blocked on a pipe."""
 
+import multiprocessing
 import os
+import threading
 import time
-import traceback
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -35,11 +34,6 @@ class Assignment:
     device: str
     store: str
     side: Side | None
-
-
-@dataclass(frozen=True)
-class Failure:
-    text: str
 
 
 @dataclass
@@ -115,7 +109,7 @@ class Trainer:
         counts: dict[str, Any] = {}
         self._meet()
         if self.device.type == "cpu":
-            counts["socket_bytes"] = socket_bytes(self._step)
+            counts["wire"] = socket_bytes(self._step)
         self._meet()
         if self.device.type == "cpu":
             counts["held"] = max(self.memory.held_during(self._step) for _ in range(_HELD_STEPS))
@@ -197,31 +191,33 @@ def _warm(device: torch.device) -> None:
     torch.optim.AdamW(layer.parameters(), foreach=True).step()
 
 
-def serve(assignment: Assignment, connection: Connection) -> None:
-    """Entry point of a rank process: join the group, then answer requests until the pipe closes."""
-    try:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        if assignment.side is not None:
-            assignment.side.enter()
-        torch.set_num_threads(1)
-        warnings.simplefilter("ignore")
-        dist.init_process_group(
-            "nccl" if assignment.device == "cuda" else "gloo",
-            store=dist.FileStore(assignment.store, assignment.world_size),
-            rank=assignment.rank,
-            world_size=assignment.world_size,
-            timeout=_TIMEOUT,
-        )
-        trainer = Trainer(assignment)
-        connection.send(None)
-        while True:
-            name, args = connection.recv()
-            method: Callable[..., Any] = getattr(trainer, name)
-            connection.send(method(*args))
-    except (EOFError, KeyboardInterrupt):
-        pass
-    except BaseException:  # noqa: BLE001 (told to the process that waits for the answer)
-        connection.send(Failure(traceback.format_exc()))
-    finally:
-        # Nothing of a rank outlives its run, and tearing groups down would wait for ranks that are gone already.
-        os._exit(0)
+_trainers: list[Trainer] = []
+
+
+def begin(assignment: Assignment) -> None:
+    """Join the group of the system's ranks and build the network. This process ends with the one that started it."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if assignment.side is not None:
+        assignment.side.enter()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    dist.init_process_group(
+        "nccl" if assignment.device == "cuda" else "gloo",
+        store=dist.FileStore(assignment.store, assignment.world_size),
+        rank=assignment.rank,
+        world_size=assignment.world_size,
+        timeout=_TIMEOUT,
+    )
+    _trainers.append(Trainer(assignment))
+
+
+def answer(request: str, *args: Any) -> Any:
+    return getattr(_trainers[0], request)(*args)
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(0)

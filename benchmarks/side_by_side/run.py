@@ -152,8 +152,8 @@ def _per_rank(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     largest.
     """
     joined = dict(ranks[0])
-    if "socket_bytes" in joined:
-        joined["socket_bytes"] = sum(counts["socket_bytes"] for counts in ranks) // len(ranks)
+    if "wire" in joined:
+        joined["wire"] = sum(counts["wire"] for counts in ranks) // len(ranks)
     if "held" in joined:
         joined["held"] = max(counts["held"] for counts in ranks)
     return joined
