@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import DTensor
 
-from shardkit.core import Blocks, Owned, fully_shard
 from shardkit.core.parameters.region import region_of
 from shardkit.core.torch_compat import like_dtensor, local_of
 from tests.support import rank_mesh
@@ -111,22 +110,3 @@ def check(model: nn.Module, expected: Iterable[torch.Tensor], where: object) -> 
     for parameter, value in zip(model.parameters(), expected, strict=True):
         full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
         assert torch.equal(full, value), where
-
-
-PLACES: dict[str, Placement] = {
-    "owned": Owned(),
-    "rows": Blocks(rows=64),
-    "elements": Blocks(elements=4096),
-    "shard": Shard(0),
-}
-
-
-def build() -> nn.Module:
-    torch.manual_seed(1)
-    return nn.Sequential(*(nn.Linear(a, b, bias=False) for a, b in ((64, 192), (192, 64), (64, 64))))
-
-
-def sharded(before: nn.Module, world_size: int, place: str) -> nn.Module:
-    model = build()
-    model.load_state_dict(before.state_dict())
-    return fully_shard(model, mesh=rank_mesh((world_size,)), shard_placement_fn=lambda p: PLACES[place])

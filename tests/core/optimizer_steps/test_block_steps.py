@@ -1,6 +1,5 @@
 """8-bit optimizers on plain shards: bitsandbytes', which DTensors cannot take, and torchao's, which they can."""
 
-import copy
 import warnings
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
 
 from shardkit.core import fully_shard, optimizer_step_on_shards, overlap_step
 from shardkit.core.checkpoint import CheckpointManager, TrainingState
@@ -46,12 +46,6 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
     optimizer.zero_grad()
 
 
-def local(values: Any) -> Any:
-    if isinstance(values, dict):
-        return {key: local(value) for key, value in values.items()}
-    return values.to_local().clone() if isinstance(values, DTensor) else copy.deepcopy(values)
-
-
 @pytest.mark.daily(world_size=[2])
 @pytest.mark.parametrize("name", NAMES)
 @on_ranks(1, 2, 4)
@@ -69,17 +63,12 @@ def test_steps_as_on_plain_shards(rank: int, world_size: int, name: str) -> None
         reference.step()
         for mine, theirs in zip(model.parameters(), plain, strict=True):
             assert torch.equal(mine.to_local(), theirs), number
-            assert_equal(local(dict(optimizer.state[mine])), dict(reference.state[theirs]), f"step {number}")
+            state = pytree.tree_map_only(DTensor, DTensor.to_local, dict(optimizer.state[mine]))
+            assert_equal(state, dict(reference.state[theirs]), f"step {number}")
     weight = optimizer.state[model[0].weight]
     if name != "Adam":
         assert weight["state1"].to_local().dtype == torch.uint8
         assert weight["absmax1"].shape == (64,), "all ranks' scales"
-
-
-def whole(values: Any) -> Any:
-    if isinstance(values, dict):
-        return {key: whole(value) for key, value in values.items()}
-    return values.full_tensor().clone() if isinstance(values, DTensor) else copy.deepcopy(values)
 
 
 def _saved(rank: int, world_size: int, path: Path) -> list[Any]:
@@ -107,7 +96,7 @@ def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
     for p in model.parameters():
         state = optimizer.state.get(p, {})
         eight_bit = {key: state[key] for key in ("state1", "absmax1", "state2", "absmax2") if "absmax1" in state}
-        found.append(whole({"weight": p.detach(), **eight_bit}))
+        found.append({key: one.full_tensor().clone() for key, one in {"weight": p.detach(), **eight_bit}.items()})
     return found
 
 

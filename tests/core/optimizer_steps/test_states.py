@@ -11,12 +11,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement, Shard
 
-from shardkit.core import Owned, fully_shard, optimizer_step_on_shards, overlap_step, placements_for
+from shardkit.core import Blocks, Owned, fully_shard, optimizer_step_on_shards, overlap_step, placements_for
 from shardkit.core.checkpoint import CheckpointManager, TrainingState
 from shardkit.core.torch_compat import local_of
-from tests.core.optimizer_steps.placed_training import build, class_of, optimizer_for, sharded, step
+from tests.core.optimizer_steps.placed_training import class_of, optimizer_for, step
 from tests.support import on_ranks, rank_mesh, run_ranks
 from tests.support.models import Composed
 from tests.support.twins import assert_equal
@@ -72,18 +72,22 @@ def label(name: str, key: str, part: str) -> str:
     return f"{name} {key.replace('.', ' ')} {part}".strip()
 
 
+def stored(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """The tensors that this rank stores."""
+    found: dict[str, torch.Tensor] = {}
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor) and not local_of(parameter).numel():
+            continue  # state that it has read for other ranks goes at the next step
+        for key, value in {"parameter": parameter, **optimizer.state.get(parameter, {})}.items():
+            if isinstance(value, torch.Tensor) and value.ndim:
+                found |= {label(name, key, part): one for part, one in bits(value).items() if one.numel()}
+    return found
+
+
 def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """The stored tensors of all ranks, in rank order. Blocks are cut in order, so they are the bits of one process."""
-    mine: dict[str, torch.Tensor] = {}
-    for name, parameter in model.named_parameters():
-        if not local_of(parameter).numel():  # state that it has read for other ranks goes at the next step
-            continue
-        held = {"parameter": parameter, **optimizer.state.get(parameter, {})}
-        for key, value in held.items():
-            if isinstance(value, torch.Tensor) and value.ndim:
-                mine |= {label(name, key, part): one for part, one in bits(value).items() if one.numel()}
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
+    dist.all_gather_object(everyone, stored(model, optimizer))
     names = dict.fromkeys(name for one in everyone for name in one)
     once = ("qmap", "qmap1", "qmap2")  # a table that every rank has
     return {
@@ -97,12 +101,7 @@ def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
 def alone(kind: str, count: int) -> dict[str, torch.Tensor]:
     model, optimizer = made(0, kind, 1)
     steps(model, optimizer, range(count))
-    found: dict[str, torch.Tensor] = {}
-    for name, parameter in model.named_parameters():
-        for key, value in {"parameter": parameter, **optimizer.state.get(parameter, {})}.items():
-            if isinstance(value, torch.Tensor) and value.ndim:
-                found |= {label(name, key, part): one for part, one in bits(value).items()}
-    return found
+    return stored(model, optimizer)
 
 
 def _as_alone(rank: int, world_size: int, kind: str) -> dict[str, torch.Tensor]:
@@ -167,48 +166,56 @@ def test_resumes_on_other_world_sizes_with_the_same_bits(
 
 BY_NAME = r"state '(exp_avg|state1)' of parameter '0\.weight' is that of the whole.*CheckpointManager"
 BY_TORCH = "got mixed torch.Tensor and DTensor"  # as with stock
-ON_SHARDS = {"on_shards": optimizer_step_on_shards, "overlapped": overlap_step}
+
+
+def matrices() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(*(nn.Linear(a, b, bias=False) for a, b in ((64, 192), (192, 64), (64, 64))))
+
+
+def sharded_beside_trained(kind: str, world_size: int, place: Placement) -> tuple[Any, ...]:
+    """A sharded model and its optimizer; a whole model of the same weights, and its optimizer, which has stepped."""
+    warnings.simplefilter("ignore")
+    alone, model = matrices(), matrices()
+    fully_shard(model, mesh=rank_mesh((world_size,)), shard_placement_fn=lambda p: place)
+    trained, optimizer = (optimizer_for(kind, one.parameters()) for one in (alone, model))
+    step(alone, trained, 0)
+    return model, optimizer, alone, trained
 
 
 @pytest.mark.parametrize("later", [False, True])
 @pytest.mark.parametrize(
-    ("kind", "place", "error"),
+    ("kind", "place", "option"),
     [
-        ("torch.optim.AdamW", "owned", BY_NAME),
-        ("torch.optim.AdamW", "rows", BY_NAME),
-        ("torch.optim.AdamW", "on_shards", BY_NAME),
-        ("torch.optim.AdamW", "overlapped", BY_NAME),
-        ("torch.optim.AdamW", "shard", BY_TORCH),
-        ("torchao.optim.AdamW8bit", "elements", BY_NAME),
-        ("torchao.optim.AdamW8bit", "shard", BY_TORCH),
-        ("bitsandbytes.optim.AdamW8bit", "owned", BY_NAME),
+        ("torch.optim.AdamW", Owned(), None),
+        ("torch.optim.AdamW", Blocks(rows=64), None),
+        ("torch.optim.AdamW", Shard(0), optimizer_step_on_shards),
+        ("torch.optim.AdamW", Shard(0), overlap_step),
+        ("torch.optim.AdamW", Shard(0), None),
+        ("torchao.optim.AdamW8bit", Blocks(elements=4096), None),
+        ("torchao.optim.AdamW8bit", Shard(0), None),
+        ("bitsandbytes.optim.AdamW8bit", Owned(), None),
     ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 @on_ranks(2, timeout=120)
-def test_state_of_one_process(rank: int, world_size: int, kind: str, place: str, error: str, later: bool) -> None:
+def test_state_of_one_process(
+    rank: int, world_size: int, kind: str, place: Placement, option: Any, later: bool
+) -> None:
     """Before the first step, or later, when the optimizer has stepped with other state."""
-    warnings.simplefilter("ignore")
-    alone = build()
-    trained = optimizer_for(kind, alone.parameters())
-    step(alone, trained, 0)
-    model = sharded(build(), world_size, "shard" if place in ON_SHARDS else place)
-    optimizer = optimizer_for(kind, model.parameters())
-    if place in ON_SHARDS:
-        ON_SHARDS[place](optimizer)
+    model, optimizer, _, trained = sharded_beside_trained(kind, world_size, place)
+    if option is not None:
+        option(optimizer)
     if later:
         step(model, optimizer, 7)
     optimizer.load_state_dict(trained.state_dict())
-    with pytest.raises(RuntimeError, match=error):
+    with pytest.raises(RuntimeError, match=BY_TORCH if isinstance(place, Shard) and option is None else BY_NAME):
         step(model, optimizer, 1)
 
 
 @on_ranks(2)
 def test_torch_refuses_to_distribute_it(rank: int, world_size: int) -> None:
-    alone = build()
-    trained = optimizer_for("torch.optim.AdamW", alone.parameters())
-    step(alone, trained, 0)
-    model = sharded(build(), world_size, "owned")
-    optimizer = optimizer_for("torch.optim.AdamW", model.parameters())
+    model, optimizer, alone, trained = sharded_beside_trained("torch.optim.AdamW", world_size, Owned())
     named = get_optimizer_state_dict(alone, trained)
     with pytest.raises(RuntimeError, match="unsupported placements Owned"):
         set_optimizer_state_dict(model, optimizer, named, options=StateDictOptions(full_state_dict=True))
