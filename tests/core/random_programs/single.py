@@ -48,6 +48,8 @@ class SingleProcess:
         built = [build(program) for _ in range(policy.world)]
         self.models = [model for model, _ in built]
         self.masters = dict(build(program)[0].named_parameters())
+        if not self.masters:
+            raise Unusable("no parameters")
         self.optimizer = torch.optim.SGD(self.masters.values(), lr=LEARNING_RATE)
         for model in self.models:
             add_hooks(model)
