@@ -173,7 +173,7 @@ def train(configuration: Scenario, captures: Captures | None = None, *, whole: b
     Without `captures` all steps are eager. `whole`: the optimizer's step is in the graph, too; else it is eager, and
     gradients stay where they are between replays.
     """
-    with started(configuration, "ours", captures or Captures(), lambda: 0.0) as run:
+    with started(configuration, "ours", captures or Captures()) as run:
         params = list(run.model.parameters())  # the sharded ones: later some may stay unsharded
         _fill(params)
         run.optimizer = torch.optim.SGD([param for param in params if param.requires_grad], lr=0.001, momentum=0.9)

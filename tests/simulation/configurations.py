@@ -19,10 +19,13 @@ from tests.simulation.races import Checker
 from tests.simulation.scenarios import recompute, three_buffers, two_ahead
 from tests.simulation.threads import CheckedThread, stepping_on
 from tests.simulation.training import (
+    ONLY_THE_LAST,
     Run,
     Scenario,
     accumulating,
     all_reduce_once,
+    micro_batches,
+    on_each,
     pipelined,
     started,
     take_steps,
@@ -39,7 +42,7 @@ ODD = BlockSpec(shapes=((16, 8), (11, 3), (5,)))
 def check(configuration: Scenario, checker: Checker | None = None) -> Checker:
     """Trains a few steps, watched; the optimizer runs on the default stream, or on the host for offloaded shards."""
     checker = checker or Checker()
-    with started(configuration, "ours", checker, lambda: 0.0) as run, stepping_on(CheckedThread(checker)):
+    with started(configuration, "ours", checker) as run, stepping_on(CheckedThread(checker)):
         run.optimizer = configuration.optimizer([param for param in run.model.parameters() if param.requires_grad])
         for _ in take_steps(run):
             if "stepped" not in run.kept:
@@ -60,18 +63,12 @@ def _gradients_add_up(run: Run) -> None:
     whole_step(run)
 
 
-def _not_the_last(run: Run) -> None:
-    """Reductions of the first backward, and steps after them, are under way when the second forward begins."""
-    for last in (False, True):
-        run.model.set_is_last_backward(last)
-        whole_step(run)
-
-
-def _not_the_last_two(run: Run) -> None:
-    """The second backward adds to the sums of the first; what it added is free memory in the third."""
-    for number in range(3):
-        run.model.set_is_last_backward(number == 2)
-        whole_step(run)
+# Reductions of the first backward, and steps after them, are under way when the second forward begins.
+_not_the_last = micro_batches(is_last_backward=(False, True))
+# The second backward adds to the sums of the first; what it added is free memory in the third.
+_not_the_last_two = micro_batches(is_last_backward=ONLY_THE_LAST)
+# Reductions of the first backward may be under way when the second one leaves gradients that wait.
+_waits_beside_a_reduction = micro_batches(requires_gradient_sync=(True, False, True), is_last_backward=ONLY_THE_LAST)
 
 
 def _unshard_between(run: Run) -> None:
@@ -79,14 +76,6 @@ def _unshard_between(run: Run) -> None:
     for last in (False, True):
         run.model.set_is_last_backward(last)
         unshard_ahead(run.model)
-        whole_step(run)
-
-
-def _waits_beside_a_reduction(run: Run) -> None:
-    """Reductions of the first backward may be under way when the second one leaves gradients that wait."""
-    for number, reduces in enumerate((True, False, True)):
-        run.model.set_requires_gradient_sync(reduces)
-        run.model.set_is_last_backward(number == 2)
         whole_step(run)
 
 
@@ -314,10 +303,8 @@ def _reads_gradients(model: Any) -> None:
         parameter.register_post_accumulate_grad_hook(lambda one: one.grad.to_local().add_(1))
 
 
-def registered(model: Any) -> None:
-    """Buffers of communication lie in a pool of the process group."""
-    for module in (model, *model.blocks):
-        module.set_allocate_memory_from_process_group_for_comm(True)
+# Buffers of communication lie in a pool of the process group.
+registered = partial(on_each, "set_allocate_memory_from_process_group_for_comm", (True,))
 
 
 def _custom(model: Any) -> None:

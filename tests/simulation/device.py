@@ -70,6 +70,10 @@ class Observer:
 
     simulation: Simulation  # since it has begun
 
+    def clock(self) -> float:
+        """The time of the default stream, where time means something."""
+        return 0.0
+
     def allocated(self, allocation: Allocation) -> None: ...
     def freed(self, allocation: Allocation) -> None: ...
     def ran(self, name: str, stream: int, accesses: Sequence[Access]) -> None:

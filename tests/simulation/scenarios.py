@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from tests.simulation.training import (
     Scenario,
     accumulating,
     all_reduce_once,
+    on_each,
     pipelined,
     started,
     take_steps,
@@ -80,7 +81,7 @@ class Measured:
 def measure(comparison: Comparison, engine: str) -> Measured:
     timeline = Timeline(comparison.costs)
     forward, backward = [], []
-    with started(comparison.scenario, engine, timeline, timeline.clock) as run:
+    with started(comparison.scenario, engine, timeline) as run:
         memory = run.simulation.memory
         sharded = memory.clock
         for step in take_steps(run):
@@ -88,8 +89,8 @@ def measure(comparison: Comparison, engine: str) -> Measured:
             rest += timeline.settle()  # the next step begins on an idle device
             run.model.zero_grad()
             if comparison.reported(step):
-                forward.append(round(run.forward_time, 3))
-                backward.append(round(run.backward_time + rest, 3))
+                forward.append(round(run.times["forward"], 3))
+                backward.append(round(run.times["backward"] + rest, 3))
         return Measured(forward, backward, memory.peak(on_device, sharded), memory.peak(holds_gathered, sharded))
 
 
@@ -103,10 +104,7 @@ def _every_other_half(step: int, count: int) -> list[int]:
     return list(range(0, count, 2 if step % 2 else 1))
 
 
-def three_buffers(model: Any) -> None:
-    for block in model.blocks:
-        block.set_reduce_scatter_max_input_buffers(3)
-    model.set_reduce_scatter_max_input_buffers(3)
+three_buffers = partial(on_each, "set_reduce_scatter_max_input_buffers", (3,))
 
 
 def two_ahead(model: Any) -> None:

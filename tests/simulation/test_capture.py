@@ -59,7 +59,7 @@ class Addresses(Observer):
 def places(name: str) -> list[list[tuple[str, tuple[int, ...]]]]:
     """Step by step, with an allocator that works as torch's caching one does."""
     observer, steps = Addresses(), []
-    with started(replace(EVERY[name], steps=6), "ours", observer, lambda: 0.0) as run:
+    with started(replace(EVERY[name], steps=6), "ours", observer) as run:
         observer.blocks = {block.name: block for block in run.model.modules() if isinstance(block, Block)}
         run.optimizer = torch.optim.SGD([one for one in run.model.parameters() if one.requires_grad], lr=0.1)
         for _ in take_steps(run):
@@ -81,7 +81,7 @@ def test_unsharded_parameters_lie_where_they_lay(name: str, on_device: Callable[
 
 def gathered_before() -> str:
     captures = Captures()
-    with started(EVERY["plain"], "ours", captures, lambda: 0.0) as run:
+    with started(EVERY["plain"], "ours", captures) as run:
         whole_step(run)
         run.model.blocks[1].unshard()
         with pytest.raises(RuntimeError) as raised, captures.capture([]):

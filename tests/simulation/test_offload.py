@@ -48,7 +48,7 @@ def _place(access: Access) -> tuple[int, int]:
 def transfers(name: str) -> tuple[list[Transfer], list[Transfer]]:
     """The copies to the device in the last step, and what a copy of each block's shards is."""
     scenario, observer = CONFIGURATIONS[name], _Transfers()
-    with started(replace(scenario, build=fill), "ours", observer, lambda: 0.0) as run:
+    with started(replace(scenario, build=fill), "ours", observer) as run:
         run.optimizer = torch.optim.SGD(run.model.parameters(), lr=0.1)
         for step in take_steps(run):
             if step < scenario.steps - 1:
@@ -88,7 +88,7 @@ def casts(between: str) -> tuple[list[tuple[int, bytes]], list[bytes], list[byte
     """
     scenario = Scenario("casts", blocks=(ODD,) * 3, steps=3, offload={}, mixed=True, build=fill)
     observer = _Transfers()
-    with started(scenario, "ours", observer, lambda: 0.0) as run:
+    with started(scenario, "ours", observer) as run:
         run.optimizer = torch.optim.SGD(run.model.parameters(), lr=0.1)
         overlap_step(run.optimizer)
         for step in take_steps(run):
@@ -162,7 +162,7 @@ def copies(build: Callable[[Any], None], change: str) -> tuple[list[int], list[i
     """Bytes of each copy to the device, and back, in the last step of one block, whose middle shard is another one."""
     observer = _Transfers()
     scenario = Scenario("copies", blocks=(ODD,), steps=2, offload={}, build=build)
-    with started(scenario, "ours", observer, lambda: 0.0) as run:
+    with started(scenario, "ours", observer) as run:
         for step in take_steps(run):
             if not step:
                 _CHANGES[change](run.model)
@@ -232,7 +232,7 @@ def homes(options: dict[str, Any]) -> tuple[list[str], list[str], int, list[byte
 
     observer = _Transfers()
     scenario = Scenario("homes", (ODD,) * 2, steps=2, build=fill, our_options=options)
-    with started(scenario, "ours", observer, lambda: 0.0) as run:
+    with started(scenario, "ours", observer) as run:
         for hooked in run.model.blocks[1].parameters():
             hooked.register_hook(lambda gradient: 2 * gradient)
             hooked.register_post_accumulate_grad_hook(lambda one: one.grad.to_local().add_(1))
@@ -279,7 +279,7 @@ def time_of_a_step(
     timeline = Timeline(replace(rates(block=BLOCK, transfer=transfer), copy=on_device / (3 * 4 * elements)))
     scenario = Scenario("steps", blocks=(BLOCK,) * BLOCKS, steps=3, offload={} if transfer else None)
     thread = TimedThread(timeline, on_host / elements)
-    with started(scenario, engine, timeline, timeline.clock) as run, stepping_on(thread):
+    with started(scenario, engine, timeline) as run, stepping_on(thread):
         run.optimizer = torch.optim.SGD(run.model.parameters(), lr=0.1, foreach=False)
         if when is not None:
             overlap_step(run.optimizer, when=when)  # type: ignore[arg-type]

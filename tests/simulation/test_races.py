@@ -25,7 +25,7 @@ def test_no_findings(name: str, on_device: Callable[..., Any]) -> None:
 def reused_inputs(engine: str) -> list[str]:
     """The caller writes the next batch to the same pinned buffer when forward has returned."""
     checker = Checker()
-    with started(Scenario("inputs on the host"), engine, checker, lambda: 0.0) as run:
+    with started(Scenario("inputs on the host"), engine, checker) as run:
         buffer = torch.zeros(4, pin_memory=True)
         for step in range(2):
             loss = run.forwards(lambda: run.model(buffer).sum())

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeAlias
 
 import pytest
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from tests.simulation.configurations import optimize, registered
 from tests.simulation.device import Access, Observer
 from tests.simulation.model import BlockSpec
-from tests.simulation.training import Scenario, fill, started, take_steps
+from tests.simulation.training import Scenario, fill, on_each, started, take_steps
 from tests.support.pools import lies_in_pool
 
 # Gathered and reduced in place; gathered in place and padded, reduced packed; packed both ways.
@@ -21,10 +22,8 @@ IN_PLACE = 512 * 512
 Setter: TypeAlias = Callable[[Any], None]
 
 
-def symmetric(model: Any) -> None:
-    """The same by the setter that is named after symmetric memory."""
-    for module in (model, *model.blocks):
-        module.set_symm_mem_for_comm()
+# The same by the setter that is named after symmetric memory.
+symmetric = partial(on_each, "set_symm_mem_for_comm", ())
 
 
 SCENARIOS = [
@@ -82,7 +81,7 @@ def train(place: int, prepare: Setter | None) -> Seen:
             prepare(model)
 
     scenario = replace(given, blocks=(BlockSpec(shapes=SHAPES),) * 3, steps=3, build=fill, prepare=prepared)
-    with started(scenario, "ours", watcher, lambda: 0.0) as run:
+    with started(scenario, "ours", watcher) as run:
         run.optimizer = torch.optim.SGD(run.model.parameters(), lr=0.1)
         for step in take_steps(run):
             if step == 0:  # pools are made
@@ -127,7 +126,7 @@ def test_what_travels_lies_in_the_pool_and_nothing_else_differs(place: int, on_d
 def unsharded_in_pool(setter: Setter) -> tuple[list[bool], bool]:
     """Whether each unsharded parameter of a block lies in the pool, and whether an ordinary tensor does."""
     scenario = replace(SCENARIOS[0], blocks=(BlockSpec(shapes=SHAPES),) * 2, steps=1, prepare=setter)
-    with started(scenario, "ours", _Watcher(), lambda: 0.0) as run:
+    with started(scenario, "ours", _Watcher()) as run:
         for _ in take_steps(run):
             block = run.model.blocks[0]
             block.unshard()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partialmethod
 from types import ModuleType
 from typing import Any
 
@@ -24,29 +26,24 @@ BLOCK = BlockSpec()
 
 @dataclass
 class Run:
-    """A scenario under way. `clock` tells the time of the default stream, for a timeline."""
+    """A scenario under way. `times` has what the default stream spent on a step's forwards and backwards."""
 
     engine: ModuleType
     scenario: Scenario
     simulation: Simulation
-    clock: Callable[[], float]
     model: Any = None
     optimizer: Any = None
-    forward_time: float = 0.0
-    backward_time: float = 0.0
+    times: Counter[str] = field(default_factory=Counter)
     kept: dict[str, Any] = field(default_factory=dict)
 
-    def forwards(self, call: Callable[[], Any]) -> Any:
-        begin = self.clock()
+    def _timed(self, phase: str, call: Callable[[], Any]) -> Any:
+        clock = self.simulation.observer.clock
+        begin = clock()
         result = call()
-        self.forward_time += self.clock() - begin
+        self.times[phase] += clock() - begin  # type: ignore[assignment]
         return result
 
-    def backwards(self, call: Callable[[], Any]) -> Any:
-        begin = self.clock()
-        result = call()
-        self.backward_time += self.clock() - begin
-        return result
+    forwards, backwards = partialmethod(_timed, "forward"), partialmethod(_timed, "backward")
 
     def chains(self) -> list[Chain]:
         """The roots: one model, or the stages of a pipeline."""
@@ -58,18 +55,21 @@ def whole_step(run: Run) -> None:
     run.backwards(loss.backward)
 
 
-def accumulating(run: Run) -> None:
-    """Three micro-batches, of which the last one reduces."""
-    for last in (False, False, True):
-        run.model.set_requires_gradient_sync(last)
-        whole_step(run)
+def micro_batches(**values: Sequence[bool]) -> Callable[[Run], None]:
+    """Micro-batches, before each of which the model is told: by `is_last_backward=(False, True)` before each of two."""
+
+    def step(run: Run) -> None:
+        for given in zip(*values.values(), strict=True):
+            for name, value in zip(values, given, strict=True):
+                getattr(run.model, f"set_{name}")(value)
+            whole_step(run)
+
+    return step
 
 
-def all_reduce_once(run: Run) -> None:
-    """HSDP: three micro-batches, of which the last one all-reduces."""
-    for last in (False, False, True):
-        run.model.set_requires_all_reduce(last)
-        whole_step(run)
+ONLY_THE_LAST = (False, False, True)
+accumulating = micro_batches(requires_gradient_sync=ONLY_THE_LAST)
+all_reduce_once = micro_batches(requires_all_reduce=ONLY_THE_LAST)
 
 
 def pipelined(run: Run) -> None:
@@ -144,11 +144,11 @@ class Scenario:
 
 
 @contextlib.contextmanager
-def started(scenario: Scenario, engine: str, observer: Observer, clock: Callable[[], float]) -> Iterator[Run]:
+def started(scenario: Scenario, engine: str, observer: Observer) -> Iterator[Run]:
     """The model of `scenario`, sharded by "stock" or "ours", watched by `observer` until the block ends."""
     world = scenario.shards * scenario.replicas
     with simulate(observer, world, coalescing=scenario.coalescing) as simulation:
-        run = Run(ENGINES[engine], scenario, simulation, clock)
+        run = Run(ENGINES[engine], scenario, simulation)
         mesh = _mesh(scenario.shards, scenario.replicas)
         size = len(scenario.blocks) // scenario.stages
         starts = range(0, len(scenario.blocks), size)
@@ -186,6 +186,12 @@ def _shard(run: Run, model: Any, mesh: DeviceMesh) -> None:
     run.engine.fully_shard(model, **options)
 
 
+def on_each(setter: str, args: tuple[Any, ...], model: Any) -> None:
+    """Calls a setter of the root and of each block."""
+    for module in (model, *model.blocks):
+        getattr(module, setter)(*args)
+
+
 def fill(model: Any) -> None:
     """Gives the parameters the same random values always."""
     generator = torch.Generator().manual_seed(0)
@@ -198,6 +204,6 @@ def take_steps(run: Run) -> Iterator[int]:
     for step in range(run.scenario.steps):
         for chain in run.chains():
             chain.order = run.scenario.order(step, len(chain.blocks))
-        run.forward_time = run.backward_time = 0.0
+        run.times.clear()
         run.scenario.step(run)
         yield step

@@ -25,7 +25,7 @@ class ModelSpec:
 
     build: Callable[[], nn.Module]
     inputs: Callable[[torch.Generator], tuple[Tensor, ...]]
-    loss: Callable[[object], Tensor]
+    loss: Callable[[Any], Tensor]
     blocks: Callable[[nn.Module], list[nn.Module]]
 
 
@@ -201,11 +201,6 @@ def _mean_square(output: object) -> Tensor:
     return (output - 0.5).square().mean()
 
 
-def _mean_square_of_value(output: object) -> Tensor:
-    assert isinstance(output, Answer)
-    return _mean_square(output.value)
-
-
 def _cross_entropy(output: object) -> Tensor:
     assert isinstance(output, Tensor)
     flat = output.reshape(-1, VOCABULARY)
@@ -228,7 +223,9 @@ MODELS = {
     ),
     "frozen": _mlp(partly_frozen),
     "mixed_dtypes": _mlp(MixedDtypes),
-    "nested_outputs": ModelSpec(Nested, _features(7), _mean_square_of_value, lambda model: list(model.branches)),
+    "nested_outputs": ModelSpec(
+        Nested, _features(7), lambda output: _mean_square(output.value), lambda model: list(model.branches)
+    ),
     "checkpoint_reentrant": _mlp(lambda: MLP(reentrant=True)),
     "checkpoint_non_reentrant": _mlp(lambda: MLP(reentrant=False)),
     "repeated_forward": _mlp(lambda: MLP(repeats=2)),

@@ -20,8 +20,9 @@ before a difference is blamed on an engine.
 
 import importlib
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -31,26 +32,20 @@ from tests.support.comms import RankOrderReduceScatter
 from tests.support.features import FEATURES, Feature
 from tests.support.models import MODELS, ModelSpec
 from tests.support.schedules import Run, plain
+from tests.support.sharding import shard_each
 from tests.support.trace import EXACT, LOW_PRECISION, SUMMATION_ORDER, Tolerance, Trace, assert_same
 
 STOCK = "torch.distributed.fsdp"
 CANDIDATE = os.environ.get("SHARDKIT_PARITY_CANDIDATE", "shardkit.core")
 
 
-def _sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
-
-
-def _adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    # A large eps keeps the sign of a tiny gradient from deciding a whole step: no tolerance tells that from a bug.
-    return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3, foreach=True)
-
-
-def _fused_adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3, fused=True)
-
-
-OPTIMIZERS = {"sgd": _sgd, "adamw": _adamw, "adamw_fused": _fused_adamw}
+# A large eps keeps the sign of a tiny gradient from deciding a whole step: no tolerance tells that from a bug.
+_adamw = partial(torch.optim.AdamW, lr=1e-2, eps=1e-3)
+OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
+    "sgd": partial(torch.optim.SGD, lr=0.01, momentum=0.9),
+    "adamw": partial(_adamw, foreach=True),
+    "adamw_fused": partial(_adamw, fused=True),
+}
 
 
 @dataclass(frozen=True)
@@ -93,7 +88,8 @@ def train(rank: int, world_size: int, case: Case, engine: str) -> Trace:
     api = load_api(engine)
     model = build(case)
     shard(model, case, api, world_size)
-    if engine == STOCK and case.oracle_sums == "rank order" and not _has_custom_reduction(case):
+    owns_reduction = any(feature.owns_reduction for feature in case.chosen)
+    if engine == STOCK and case.oracle_sums == "rank order" and not owns_reduction:
         sum_in_rank_order(model)
     for feature in case.chosen:
         feature.prepare(model, api, case.spec)
@@ -118,11 +114,13 @@ def build(case: Case) -> nn.Module:
 
 def shard(model: nn.Module, case: Case, api: Any, world_size: int) -> None:
     """Apply ``fully_shard`` to the blocks of the model and then to the model, with the features' arguments."""
-    apply = next((feature.apply for feature in case.chosen if feature.apply), _shard_blocks_then_root)
     options: dict[str, Any] = {}
     for feature in case.chosen:
         options |= feature.options(api, model, world_size)
-    apply(model, api, case.spec, options)
+    if apply := next((feature.apply for feature in case.chosen if feature.apply), None):
+        apply(model, api, case.spec, options)
+    else:
+        shard_each(*case.spec.blocks(model), model, api=api, **options)
 
 
 def load_api(name: str) -> Any:
@@ -139,13 +137,3 @@ def sum_in_rank_order(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_custom_reduce_scatter(RankOrderReduceScatter())
-
-
-def _has_custom_reduction(case: Case) -> bool:
-    return any(feature.owns_reduction for feature in case.chosen)
-
-
-def _shard_blocks_then_root(model: nn.Module, api: Any, spec: ModelSpec, options: dict[str, Any]) -> None:
-    for block in spec.blocks(model):
-        api.fully_shard(block, **options)
-    api.fully_shard(model, **options)

@@ -58,6 +58,12 @@ class Run:
         self.loss(step, micro).backward()
         self.record_gradients(step, f"after micro-batch {micro}")
 
+    def finish(self, step: int, loss: Tensor) -> None:
+        """The only backward of a step, and its update."""
+        loss.backward()
+        self.record_gradients(step, "after backward")
+        self.update()
+
     def update(self) -> None:
         """Step the optimizer and drop the gradients."""
         if self.reshard_before_update:
@@ -68,9 +74,7 @@ class Run:
 
 
 def plain(run: Run, step: int) -> None:
-    run.loss(step).backward()
-    run.record_gradients(step, "after backward")
-    run.update()
+    run.finish(step, run.loss(step))
 
 
 def accumulate(setter: str, *values: bool) -> Callable[[Run, int], None]:
@@ -95,9 +99,7 @@ def accumulate_one_block_without_sync(run: Run, step: int) -> None:
 
 
 def several_forwards_one_backward(run: Run, step: int) -> None:
-    (run.loss(step, 0) + 2 * run.loss(step, 1)).backward()
-    run.record_gradients(step, "after backward")
-    run.update()
+    run.finish(step, run.loss(step, 0) + 2 * run.loss(step, 1))
 
 
 def several_forwards_then_backwards(run: Run, step: int) -> None:
@@ -235,9 +237,7 @@ def gradients_kept(run: Run, step: int) -> None:
 
 def inputs_in_bfloat16(run: Run, step: int) -> None:
     """For a policy that leaves inputs alone: the caller casts them."""
-    run.loss(step, dtype=torch.bfloat16).backward()
-    run.record_gradients(step, "after backward")
-    run.update()
+    run.finish(step, run.loss(step, dtype=torch.bfloat16))
 
 
 def inputs_that_need_gradients(run: Run, step: int) -> None:
