@@ -72,7 +72,7 @@ def placements_of_cases(rank, world_size):
     rows = {"mesh": mesh, "shard_placement_fn": lambda p: Owned(0) if p.ndim == 2 else None}
     cases = {
         "rows": {"mesh": mesh},
-        "columns": {"mesh": mesh, "shard_placement_fn": shard_last_dim},
+        "columns": {"mesh": mesh, "shard_placement_fn": lambda p: Shard(p.ndim - 1)},
         "owned": rows,
         "blocks": {"mesh": mesh, "shard_placement_fn": lambda p: Blocks(elements=2) if p.ndim == 2 else None},
         "offload": {"mesh": mesh, "offload_policy": CPUOffloadPolicy(pin_memory=False)},
@@ -275,10 +275,6 @@ def test_bytes_without_an_initialiser_are_refused():
         outer.inner.register_buffer("mask", torch.zeros(3, dtype=torch.bool))
     materialize(outer, device="cpu")  # the module around it has written it
     assert outer.inner.mask.all()
-
-
-def shard_last_dim(parameter):
-    return Shard(parameter.ndim - 1)
 
 
 def transformers_models():

@@ -218,18 +218,14 @@ def _loss(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().mean()
 
 
-def _stages(count: int) -> list[Any]:
-    torch.manual_seed(0)
-    return [_stage() for _ in range(count)]
-
-
 def _pipelined(api: Any, schedule: str, stages_per_rank: int, calls: int = 1) -> dict[str, Tensor]:
     """Gradients of three steps; with several `calls` in each, the last one reduces the gradients of all."""
     mesh = rank_mesh((2, dist.get_world_size() // 2), ("pp", "dp"))
     pp, dp = mesh["pp"], mesh["dp"]
     count = 2 * stages_per_rank
     place = pp.get_local_rank()
-    all_stages = _stages(count)
+    torch.manual_seed(0)
+    all_stages = [_stage() for _ in range(count)]
     cls = getattr(pipelining, schedule)
     indices = [place, count - 1 - place] if "ZBV" in schedule else list(range(place, count, 2))
     stages, trace = [], {}

@@ -22,13 +22,9 @@ from tests.support.sharding import shard_each
 from tests.support.twins import Twins, batch, square_loss
 
 
-def _layers() -> nn.Sequential:
-    return nn.Sequential(Block(7, 13), Block(7, 5), nn.Linear(7, 3))
-
-
 def _twins(rank: int, world_size: int, mesh: Any, **options: Any) -> Twins:
-    shard = lambda model: shard_each(model[0], model[1], model, mesh=mesh, **options)  # noqa: E731
-    return Twins.of(rank, world_size, _layers, shard)
+    build = lambda: nn.Sequential(Block(7, 13), Block(7, 5), nn.Linear(7, 3))  # noqa: E731
+    return Twins.of(rank, world_size, build, lambda model: shard_each(*model[:2], model, mesh=mesh, **options))
 
 
 _loss = square_loss(4, 7)

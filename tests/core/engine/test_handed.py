@@ -76,19 +76,15 @@ def test_blocks_hand_their_losses_on(rank: int, world_size: int, kind: str) -> N
         twins.sharded(batch(rank, 2, 5))
 
 
-def _caching() -> Any:
+@pytest.mark.parametrize("fails", [False, True])
+@on_ranks(2)
+def test_a_cache_is_filled_although_inputs_are_cast(rank: int, world_size: int, fails: bool) -> None:
     def run(module: Any, x: Tensor, cache: dict[str, Any]) -> Tensor:
         cache["seen"].append(x)
         cache["last"] = module.linear(x)
         return cache["last"]
 
-    return Composed(run, linear=nn.Linear(5, 5))
-
-
-@pytest.mark.parametrize("fails", [False, True])
-@on_ranks(2)
-def test_a_cache_is_filled_although_inputs_are_cast(rank: int, world_size: int, fails: bool) -> None:
-    model = _caching()
+    model = Composed(run, linear=nn.Linear(5, 5))
     fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     seen: list[Tensor] = []
     cache = {"seen": seen, "scale": torch.ones(3)}

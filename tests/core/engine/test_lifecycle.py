@@ -484,20 +484,12 @@ def _uses_holder() -> nn.Module:
     return Composed(run, holder=_holder(), plain=nn.Sequential(nn.Tanh(), nn.Flatten(1)))
 
 
-def _holder_loss(model: nn.Module, rank: int) -> Tensor:
-    return model(batch(rank, 3, 4))[0]
-
-
-def _leaf_alone(model: nn.Module, rank: int) -> Tensor:
-    return (model()["leaf"] * batch(rank, 4)).sum()
-
-
 @on_ranks(1, 2)
 def test_outputs_that_are_parameters(rank: int, world_size: int) -> None:
     for reshard in RESHARD:
         shard = lambda model: shard_children(model, reshard_after_forward=reshard)  # noqa: B023, E731
         twins = Twins.of(rank, world_size, _uses_holder, shard)
-        twins.step(_holder_loss, times=2)
+        twins.step(lambda model, rank: model(batch(rank, 3, 4))[0], times=2)
         loss, held = twins.sharded(batch(rank, 3, 4))
         loss.backward()
         twins.sharded.zero_grad()
@@ -508,7 +500,7 @@ def test_outputs_that_are_parameters(rank: int, world_size: int) -> None:
             assert_close(held["leaf"].detach().clone(), twins.whole.holder.bias.detach(), "a leaf output")
             assert_close(held["views"][1].detach().clone(), twins.whole.holder.table.t().detach(), "a view output")
         alone = Twins.of(rank, world_size, _holder, lambda model: fully_shard(model, reshard_after_forward=reshard))  # noqa: B023
-        alone.step(_leaf_alone, times=2)
+        alone.step(lambda model, rank: (model()["leaf"] * batch(rank, 4)).sum(), times=2)
 
 
 def _zoo() -> nn.Module:

@@ -31,7 +31,7 @@ def _needs(model: nn.Module) -> dict[str, int]:
 HIDDEN = (5, 13, 29, 7, 17, 23)
 
 
-def _unsharded_tower() -> nn.Module:
+def _tower(mesh: Any, budget: int | None = None, root: bool | None = None, **options: Any) -> Any:
     """Blocks of many sizes, some frozen, then a layer of the root; the first gets inputs that need no gradient."""
 
     def run(model: Any, x: Tensor) -> Tensor:
@@ -39,14 +39,10 @@ def _unsharded_tower() -> nn.Module:
             x = model.blocks[index](x)
         return model.out(x * model.gain)
 
+    torch.manual_seed(0)
     out, gain = nn.Linear(WIDTH, 3), nn.Parameter(torch.tensor(0.5))  # 0-dim: a group of its own
     blocks = nn.ModuleList(Block(WIDTH, hidden).requires_grad_(hidden not in (5, 7)) for hidden in HIDDEN)
-    return Composed(run, out=out, gain=gain, blocks=blocks, order=range(len(HIDDEN)))
-
-
-def _tower(mesh: Any, budget: int | None = None, root: bool | None = None, **options: Any) -> Any:
-    torch.manual_seed(0)
-    model = _unsharded_tower()
+    model = Composed(run, out=out, gain=gain, blocks=blocks, order=range(len(HIDDEN)))
     shard_each(*model.blocks, mesh=mesh, **options)
     fully_shard(model, mesh=mesh, **({"reshard_after_forward": root} | options))
     model.set_prefetch_budget(budget)

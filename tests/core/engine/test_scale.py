@@ -23,6 +23,7 @@ from shardkit.core.engine import group, room, schedule, step
 from shardkit.core.parameters import param, registration
 from tests.support import on_ranks, rank_mesh, run_ranks
 from tests.support.models import Composed
+from tests.support.sharding import shard_each
 
 WORLD_SIZES = (8, 256, 2048)
 ROWS = 4096
@@ -93,13 +94,8 @@ GROUPS = 6
 def _model(**options: Any) -> Any:
     model: Any = nn.Sequential(*(_block() for _ in range(GROUPS)))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-
-    def place(parameter: nn.Parameter) -> Shard:
-        return Shard(parameter.ndim - 1)
-
-    for block in model:
-        fully_shard(block, mp_policy=policy, shard_placement_fn=place, **options)
-    return fully_shard(model, mp_policy=policy, shard_placement_fn=place, **options)
+    options |= {"mp_policy": policy, "shard_placement_fn": lambda parameter: Shard(parameter.ndim - 1)}
+    return shard_each(*model, model, **options)
 
 
 def _step(model: Any, x: Tensor) -> None:
@@ -162,14 +158,6 @@ def test_a_parameter_takes_as_much_memory_for_any_number_of_ranks(rank: int, wor
     assert max(taken.values()) <= min(taken.values()) + 2048, taken
 
 
-def _narrow_layers(groups: int) -> Any:
-    """A sharded model of so many groups of 64 bytes."""
-    model: Any = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(groups)))
-    for module in model:
-        fully_shard(module)
-    return fully_shard(model)
-
-
 @on_ranks(1, isolated=True)
 def test_a_group_costs_as_much_among_many_others(rank: int, world_size: int) -> None:
     """Also where no order is known yet and a budget is full: no search for a group to free looks through all groups."""
@@ -177,7 +165,8 @@ def test_a_group_costs_as_much_among_many_others(rank: int, world_size: int) -> 
     for part in (None, 0.0, 0.5, 2.0):
         first, later = [], []
         for groups in (20, 80):
-            model = _narrow_layers(groups)
+            model: Any = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(groups)))  # of 64 bytes each
+            shard_each(*model, model)
             model.set_prefetch_budget(None if part is None else int(part * groups * 64) + 300)
             train = functools.partial(_step, model, torch.ones(2, 4, requires_grad=True))
             first.append(_calls(train, (room, schedule)) / groups)
@@ -225,8 +214,7 @@ def _scales() -> nn.Module:
 def _calls_of_a_later_step(library: ModuleType, mesh: Any, budget: int | None = None) -> int:
     model: Any = nn.Sequential(*(_scales() for _ in range(GROUPS)))
     policy = library.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for module in (*model, model):
-        library.fully_shard(module, mesh=mesh, mp_policy=policy)
+    shard_each(*model, model, api=library, mesh=mesh, mp_policy=policy)
     if budget is not None:
         model.set_prefetch_budget(budget)
     x = torch.ones(ROWS, requires_grad=True)
@@ -252,8 +240,7 @@ def test_a_step_takes_fewer_calls_than_stocks(rank: int, world_size: int) -> Non
 def test_a_step_on_one_rank_gathers_nothing_after_an_optimizers(rank: int, world_size: int) -> None:
     """Shards that are the unsharded parameters are up to date after an optimizer has written to them."""
     model: Any = nn.Sequential(*(_scales() for _ in range(GROUPS)))
-    for module in (*model, model):
-        shardkit.core.fully_shard(module, mesh=rank_mesh((1,)))
+    shard_each(*model, model, mesh=rank_mesh((1,)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)  # foreach bumps no version counter
     x = torch.ones(ROWS, requires_grad=True)
     counts = []

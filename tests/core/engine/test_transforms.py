@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 import shardkit.core as shardkit
 from tests.support import on_ranks, rank_mesh
 from tests.support.models import Block
+from tests.support.sharding import shard_each
 
 X = torch.linspace(-1, 1, 24).reshape(4, 6)
 
@@ -58,8 +59,7 @@ def _model(api: Any, world_size: int, **options: Any) -> nn.Sequential:
     torch.manual_seed(0)
     model = nn.Sequential(Block(6, 9), Block(6, 9), nn.Linear(6, 2))
     if api is not None:
-        for module in (*model[:2], model):
-            api.fully_shard(module, mesh=rank_mesh((world_size,)), **options)
+        shard_each(*model[:2], model, api=api, mesh=rank_mesh((world_size,)), **options)
     return model
 
 

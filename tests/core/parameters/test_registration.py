@@ -14,12 +14,6 @@ from tests.support.models import Composed
 from tests.support.sharding import shard_children
 from tests.support.twins import Twins, batch, square_loss
 
-
-def _two() -> Any:
-    run = lambda module, x: module.second(module.first(x).tanh())  # noqa: E731
-    return Composed(run, first=nn.Linear(4, 4), second=nn.Linear(4, 4))
-
-
 _loss = square_loss(3, 4)
 
 
@@ -30,7 +24,9 @@ def test_a_parameter_that_is_frozen_while_it_is_unsharded(
 ) -> None:
     """A hook freezes the parameter that it sees, the unsharded one; later steps find the sharded one frozen."""
     shard = functools.partial(shard_children, reshard_after_forward=reshard_after_forward)
-    twins = Twins.of(rank, world_size, _two, shard)
+    run = lambda module, x: module.second(module.first(x).tanh())  # noqa: E731
+    build = lambda: Composed(run, first=nn.Linear(4, 4), second=nn.Linear(4, 4))  # noqa: E731
+    twins = Twins.of(rank, world_size, build, shard)
     twins.step(_loss)
     for model in (twins.sharded, twins.whole):
 

@@ -63,12 +63,6 @@ def test_shards_lie_in_shared_memory_from_the_start(rank: int, world_size: int) 
     _step(model, 5)
 
 
-def _segments_of(model: nn.Module) -> int:
-    places = [segment.locate(parameter.to_local()) for parameter in model.parameters() if parameter.to_local().numel()]
-    assert None not in places
-    return len({id(place[0]) for place in places if place is not None})
-
-
 @on_ranks(2, isolated=True)
 def test_loads_of_many_modules_in_a_group(rank: int, world_size: int) -> None:
     whole = nn.Sequential(*(nn.Linear(4, 4) for _ in range(100)))
@@ -76,7 +70,8 @@ def test_loads_of_many_modules_in_a_group(rank: int, world_size: int) -> None:
     full, mine = whole.state_dict(), model.state_dict()
     values = {name: distribute_tensor(one, mine[name].device_mesh, mine[name].placements) for name, one in full.items()}
     model.load_state_dict(values, assign=True)
-    assert _segments_of(model) == 1, "the shards of a load lie side by side"
+    places = [segment.locate(parameter.to_local()) for parameter in model.parameters()]
+    assert None not in places and len({id(place[0]) for place in places}) == 1, "the shards of a load lie side by side"
     taken = [parameter.to_local().data_ptr() for parameter in model.parameters()]
     torch.testing.assert_close(model(torch.ones(2, 4)), whole(torch.ones(2, 4)))
     model.reshard()
