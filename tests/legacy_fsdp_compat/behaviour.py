@@ -354,13 +354,8 @@ def _(engine: Engine) -> Any:
     return types(state), [tuple(value.shape) for value in state.values()]
 
 
-for _device in ("cpu", CPU):
-
-    @argument("device_id", f"`{_device!r}`")
-    def _(engine: Engine, device: Any = _device) -> Any:
-        return str(engine.wrap(device_id=device).compute_device)
-
-
+argument("device_id", "`'cpu'`", lambda engine: str(engine.wrap(device_id="cpu").compute_device))
+argument("device_id", f"`{CPU!r}`", lambda engine: str(engine.wrap(device_id=CPU).compute_device))
 argument(
     "device_id",
     "none, on a machine without accelerator",
@@ -388,14 +383,10 @@ def _(engine: Engine) -> Any:
     return engine.state(engine.fsdp(model, sync_module_states=True, device_id=CPU, use_orig_params=True))
 
 
-for _argument in ("forward_prefetch", "limit_all_gathers"):
-    for _value in (True, False):
-
-        @argument(_argument, f"`{_value}`")
-        def _(engine: Engine, argument: str = _argument, value: bool = _value) -> Any:
-            return engine.losses(**{argument: value})
-
-
+argument("forward_prefetch", "`True`", lambda engine: engine.losses(forward_prefetch=True))
+argument("forward_prefetch", "`False`", lambda engine: engine.losses(forward_prefetch=False))
+argument("limit_all_gathers", "`True`", lambda engine: engine.losses(limit_all_gathers=True))
+argument("limit_all_gathers", "`False`", lambda engine: engine.losses(limit_all_gathers=False))
 _NAME = "use_orig_params"
 argument(_NAME, "`False`: losses and weights", lambda engine: engine.losses(use_orig_params=False))
 argument(

@@ -2,7 +2,6 @@
 
 import functools
 import io
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -188,11 +187,7 @@ class Engine:
         arguments.setdefault("sharding_strategy", self.api.ShardingStrategy[setting.strategy])
         if setting.policy:
             arguments.setdefault("auto_wrap_policy", self.api.ModuleWrapPolicy({Block}))
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", category=UserWarning, module="torch")
-            warnings.filterwarnings("ignore", category=FutureWarning)
-            orig = setting.use_orig_params
-            return self.api.FSDP(model or build(), use_orig_params=orig, device_id=CPU, **arguments)
+        return self.api.FSDP(model or build(), use_orig_params=setting.use_orig_params, device_id=CPU, **arguments)
 
     def start(self, setting: Setting, seed: int, **arguments: Any) -> tuple[Any, torch.optim.Optimizer]:
         model = self.wrapped(setting, build(seed), **arguments)

@@ -30,9 +30,11 @@ from shardkit.legacy_fsdp_compat.migrate import (
 from shardkit.legacy_fsdp_compat.migrate.command import main
 from shardkit.legacy_fsdp_compat.migrate.conversion import FORMATS, LOCAL, SHARDED
 from shardkit.legacy_fsdp_compat.migrate.rank_files import StoredShards, leaves_of_file
+from tests.core.checkpoint.trainee import whole
 from tests.legacy_fsdp_compat.both import OURS, STOCK, Engine, Setting, build, shapes_of, tensors_of, train
 from tests.support import rank_mesh, run_ranks
 from tests.support.sharding import shard_each
+from tests.support.twins import assert_equal
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -40,6 +42,15 @@ PLACEMENTS: dict[str, Any] = {
     "owned": lambda parameter: shardkit.core.Owned(),
     "elements": lambda parameter: shardkit.core.Blocks(elements=3),
 }
+
+Values = dict[tuple[str, ...], Tensor]
+
+
+def values_of(weights: dict[str, Tensor], moments: dict[str, dict[str, Tensor]]) -> Values:
+    """Weights and optimizer state under their paths in a checkpoint."""
+    states = {("optim", "state", fqn, name): one for fqn, state in moments.items() for name, one in state.items()}
+    return {("model", name): value for name, value in weights.items()} | states
+
 
 KINDS = ["FULL", "SHARDED", "SHARDED-DCP", "LOCAL", "LOCAL-RAW"]
 
@@ -49,11 +60,10 @@ class Written:
     """The checkpoint of a training run, and the values that it must hold."""
 
     path: Path
-    weights: dict[str, Tensor]
-    moments: dict[str, dict[str, Tensor]]
+    values: Values
 
 
-def write(rank: int, world_size: int, engine: str, setting: Setting, directory: Path) -> tuple[Any, Any]:
+def write(rank: int, world_size: int, engine: str, setting: Setting, directory: Path) -> Values:
     """Every kind of checkpoint of one run, each in a directory of its own. Returns weights and optimizer state."""
     model, optimizer = engine.start(setting, 0)
     train(model, optimizer, rank, range(2))
@@ -68,7 +78,7 @@ def write(rank: int, world_size: int, engine: str, setting: Setting, directory: 
             torch.save(state, directory / kind / f"checkpoint-rank{rank}.pt")
         elif rank == 0:
             torch.save(state, directory / kind / "checkpoint.pt")
-    return engine.state(model), engine.local_moments(model, optimizer)
+    return values_of(engine.state(model), engine.local_moments(model, optimizer))
 
 
 @pytest.fixture(scope="module")
@@ -81,24 +91,18 @@ def written(tmp_path_factory) -> Any:
         if key not in made:
             directory = tmp_path_factory.mktemp("written")
             setting = Setting(use_orig_params=use_orig_params, optimizer="adam")
-            weights, moments = run_ranks(world_size, write, engine, setting, directory)[0]
+            made[key] = Written(directory, run_ranks(world_size, write, engine, setting, directory)[0])
             torch.save(build().state_dict(), directory / "shapes.pt")
-            made[key] = Written(directory, weights, moments)
         return made[key]
 
     return make
 
 
-def assert_holds(found: dict[tuple[str, ...], Tensor], expected: Written, *, moments: bool) -> None:
-    weights = {path[1]: value for path, value in found.items() if path[0] == "model"}
-    assert set(weights) == set(expected.weights)
-    for name, value in expected.weights.items():
-        assert torch.equal(weights[name], value), name
-    state = {path[2:]: value for path, value in found.items() if path[:2] == ("optim", "state")}
-    assert set(state) == {(fqn, name) for fqn, values in expected.moments.items() for name in values}
-    for (fqn, name), value in state.items():
-        if moments or name != "exp_avg":
-            assert torch.equal(value, expected.moments[fqn][name]), (fqn, name)
+def assert_holds(found: Values, expected: Written, *, moments: bool = True) -> None:
+    found = {path: value for path, value in found.items() if path[0] == "model" or path[:2] == ("optim", "state")}
+    assert found.keys() == expected.values.keys()
+    for path, value in expected.values.items():
+        assert torch.equal(found[path], value) or (path[-1] == "exp_avg" and not moments), path
 
 
 # Writers do not know the source of a tensor, so kinds of source go through them in turn; world sizes, too.
@@ -126,7 +130,7 @@ def test_every_kind_converts(
     assert_holds(tensors_of(back), source, moments=right)
     (groups,) = [value for path, value in back.objects.items() if path[-1] == "param_groups"]
     assert groups[0]["lr"] == 0.01
-    assert sorted(groups[0]["params"]) == sorted(source.moments)
+    assert sorted(groups[0]["params"]) == sorted({path[2] for path in source.values if path[0] == "optim"})
     assert {path: path.read_bytes() for path in (source.path / kind).iterdir()} == before
     assert not (tmp_path / "out.partial").exists()
 
@@ -145,13 +149,14 @@ def test_values_are_right_where_torch_reads_them(written: Any, tmp_path):
         convert(checkpoint, tmp_path / to, to)
     full = torch.load(tmp_path / "full" / "checkpoint.pt", weights_only=True)
     tensors = load_file(tmp_path / "safetensors" / "model.safetensors")
-    for name, value in source.weights.items():
-        assert torch.equal(full["model"][name], value)
+    weights = {path[1]: value for path, value in source.values.items() if path[0] == "model"}
+    assert_equal(full["model"], weights)
+    for name, value in weights.items():
         assert torch.equal(tensors[f"model.{name}"], value)
     assert full["optim"]["param_groups"][0]["betas"] == (0.9, 0.999)
 
 
-def load_sharded(rank: int, world_size: int, engine: str, directory: Path) -> tuple[Any, Any]:
+def load_sharded(rank: int, world_size: int, engine: str, directory: Path) -> Values:
     """A DTensor model with its optimizer, on another number of ranks, from the converted directory."""
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
@@ -165,14 +170,11 @@ def load_sharded(rank: int, world_size: int, engine: str, directory: Path) -> tu
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
     assert optimizer.param_groups[0]["lr"] == 0.01
 
-    def whole(value: Any) -> Tensor:
-        return value.full_tensor() if isinstance(value, DTensor) else value
-
     moments = {
         name: {key: whole(value) for key, value in optimizer.state[parameter].items()}
         for name, parameter in model.named_parameters()
     }
-    return {name: whole(value) for name, value in model.state_dict().items()}, moments
+    return values_of({name: whole(value) for name, value in model.state_dict().items()}, moments)
 
 
 @pytest.mark.parametrize(
@@ -182,12 +184,7 @@ def test_fsdp2_and_core_load_what_was_converted(written: Any, engine: str, kind:
     source = written(STOCK, True, 2)
     checkpoint = open_checkpoint(source.path / kind, shapes_of_file(source.path / "shapes.pt"))
     convert(checkpoint, tmp_path / "out", "dcp")
-    weights, moments = run_ranks(3, load_sharded, engine, tmp_path / "out")[0]
-    for name, value in source.weights.items():
-        assert torch.equal(weights[name], value), name
-    for fqn, values in source.moments.items():
-        for key, value in values.items():
-            assert torch.equal(moments[fqn][key], value), (fqn, key)
+    assert_holds(run_ranks(3, load_sharded, engine, tmp_path / "out")[0], source)
 
 
 # -- interruption and damage -------------------------------------------------------------------------------------------
@@ -222,7 +219,7 @@ def test_an_interrupted_conversion_goes_on(written: Any, to: str, tmp_path):
         journal.write('{"name": "torn')  # the line that a power cut tears
     done = convert(open_checkpoint(source.path / "SHARDED"), tmp_path / "out", to)
     assert done.resumed == 7
-    assert_holds(tensors_of(open_checkpoint(tmp_path / "out")), source, moments=True)
+    assert_holds(tensors_of(open_checkpoint(tmp_path / "out")), source)
     report = json.loads((tmp_path / "out" / "migration.json").read_text())
     assert {name: entry["sha256"] for name, entry in report["tensors"].items()} == done.hashes
 
@@ -235,7 +232,7 @@ def test_an_attempt_from_before_a_restart_of_the_system_is_not_believed(written:
     journal.write_text("\n".join([json.dumps(json.loads(header) | {"boot": "before"}), *entries, ""]))
     done = convert(open_checkpoint(source.path / "SHARDED"), tmp_path / "out", "full")
     assert entries and done.resumed == 0
-    assert_holds(tensors_of(open_checkpoint(tmp_path / "out")), source, moments=True)
+    assert_holds(tensors_of(open_checkpoint(tmp_path / "out")), source)
 
 
 def test_what_changed_between_two_attempts(tmp_path):
@@ -393,7 +390,7 @@ def load_rank_file(rank: int, world_size: int, engine: str, use_orig_params: boo
     """The parameters of a model that has loaded this rank's file, and the moments of its optimizer."""
     model, optimizer = engine.start(Setting(use_orig_params=use_orig_params, optimizer="adam"), 1)
     engine.load_state("SHARDED", model, optimizer, torch.load(directory / f"rank{rank}.pt", weights_only=False))
-    return engine.state(model), engine.local_moments(model, optimizer)
+    return values_of(engine.state(model), engine.local_moments(model, optimizer))
 
 
 @pytest.mark.daily(ranks=[2, 3])
@@ -409,14 +406,8 @@ def test_rank_files_for_stock(written: Any, kind: str, source_size: int, use_ori
     assert names == {name for name, _ in build().named_parameters()}
     convert(checkpoint, tmp_path / "out", "sharded", ranks=Ranks(ranks, names))
     for engine in (STOCK, OURS):
-        weights, moments = run_ranks(ranks, load_rank_file, engine, use_orig_params, tmp_path / "out")[0]
-        assert_holds(
-            {("model", name): value for name, value in weights.items()}
-            | {("optim", "state", fqn, name): one for fqn, state in moments.items() for name, one in state.items()},
-            source,
-            moments=True,
-        )
-    assert_holds(tensors_of(open_checkpoint(tmp_path / "out")), source, moments=True)
+        assert_holds(run_ranks(ranks, load_rank_file, engine, use_orig_params, tmp_path / "out")[0], source)
+    assert_holds(tensors_of(open_checkpoint(tmp_path / "out")), source)
 
 
 def test_rank_files_by_command(written: Any, tmp_path, capsys):

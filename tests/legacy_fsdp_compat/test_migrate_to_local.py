@@ -24,6 +24,7 @@ from shardkit.legacy_fsdp_compat.migrate.rank_files import StoredShards, leaves_
 from tests.legacy_fsdp_compat import both
 from tests.legacy_fsdp_compat.both import CPU, OPTIMIZERS, OURS, STOCK, Block, Engine, records, train
 from tests.support import run_ranks
+from tests.support.twins import assert_equal
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -84,32 +85,20 @@ def write(rank: int, world_size: int, kind: str, use_orig_params: bool, mixed: b
 
 def same_files(rank: int, world_size: int, first: Path, second: Path) -> None:
     """Both load as the same values: containers, keys in order, values, and the metadata of ShardedTensors."""
-    one, other = (torch.load(path / f"rank{rank}.pt", weights_only=False) for path in (first, second))
-    same(one, other, "")
+    assert_equal(*(described(torch.load(path / f"rank{rank}.pt", weights_only=False)) for path in (first, second)))
 
 
-def same(one: Any, other: Any, where: str) -> None:
-    if isinstance(one, dict):
-        assert list(one) == list(other), where
-        for key in one:
-            same(one[key], other[key], f"{where}.{key}")
-    elif isinstance(one, list | tuple):
-        assert type(one) is type(other) and len(one) == len(other), where
-        for number, (left, right) in enumerate(zip(one, other, strict=True)):
-            same(left, right, f"{where}.{number}")
-    elif hasattr(one, "local_shards"):
-        assert one.metadata() == other.metadata(), where
-        assert one.sharding_spec() == other.sharding_spec(), where
-        assert len(one.local_shards()) == len(other.local_shards()), where
-        for left, right in zip(one.local_shards(), other.local_shards(), strict=True):
-            assert left.metadata == right.metadata, where
-            same(left.tensor, right.tensor, where)
-    elif isinstance(one, torch.Tensor):
-        described = [(t.dtype, t.shape, t.stride(), t.storage_offset(), t.requires_grad) for t in (one, other)]
-        assert described[0] == described[1], where
-        assert torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8)), where
-    else:
-        assert type(one) is type(other) and one == other, where
+def described(value: Any) -> Any:
+    if isinstance(value, dict):
+        return [(key, described(one)) for key, one in value.items()]
+    if isinstance(value, list | tuple):
+        return type(value)(map(described, value))
+    if hasattr(value, "local_shards"):
+        shards = [(shard.metadata, described(shard.tensor)) for shard in value.local_shards()]
+        return value.metadata(), value.sharding_spec(), shards
+    if isinstance(value, torch.Tensor):
+        return value, value.stride(), value.storage_offset(), value.requires_grad
+    return value
 
 
 @pytest.mark.parametrize(

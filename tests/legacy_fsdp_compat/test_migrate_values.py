@@ -24,6 +24,7 @@ from shardkit.legacy_fsdp_compat.migrate import CheckpointError, convert, open_c
 from shardkit.legacy_fsdp_compat.migrate.command import main
 from shardkit.legacy_fsdp_compat.migrate.rank_files import ALLOWED
 from shardkit.legacy_fsdp_compat.torch_compat import PickledShards
+from tests.support.twins import assert_equal
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -114,7 +115,7 @@ def training_state() -> dict[str, Any]:
     names = [name for name, _ in model.named_parameters()]
     state = optimizer.state_dict()
     return {
-        "model": model.state_dict(),
+        "model": dict(model.state_dict()),
         "optim": {
             "state": {names[number]: value for number, value in state["state"].items()},
             "param_groups": [{**group, "params": names} for group in state["param_groups"]],
@@ -122,24 +123,8 @@ def training_state() -> dict[str, Any]:
         "plain": {"state": {}, "param_groups": [{"lr": 0.1, "params": names, "betas": (0.9, 0.99)}]},
         "rng": [torch.get_rng_state(), [torch.ones(2), 5]],
         "schedule": schedule.state_dict(),
-        "epochs": {1: "one", 2: {"loss": float("nan")}},
+        "epochs": {1: "one", 2: {"loss": float("inf")}},
     }
-
-
-def assert_same(seen: Any, expected: Any) -> None:
-    if isinstance(expected, torch.Tensor):
-        assert torch.equal(seen, expected)
-        assert seen.dtype == expected.dtype
-    elif isinstance(expected, dict) and not isinstance(expected, Counter):
-        assert set(seen) == set(expected)
-        for key in expected:
-            assert_same(seen[key], expected[key])
-    elif isinstance(expected, list):
-        assert len(seen) == len(expected)
-        for one, other in zip(seen, expected, strict=True):
-            assert_same(one, other)
-    else:
-        assert repr(seen) == repr(expected)
 
 
 @pytest.mark.parametrize("by_way_of", [[], ["dcp"], ["safetensors"], ["dcp", "full", "dcp"]], ids="-".join)
@@ -155,7 +140,7 @@ def test_nothing_is_lost(by_way_of: list[str], tmp_path):
     for number, to in enumerate([*by_way_of, "full"]):
         convert(open_checkpoint(source), tmp_path / f"{number}", to)
         source = tmp_path / f"{number}"
-    assert_same(torch.load(source / "checkpoint.pt", weights_only=True), state)
+    assert_equal(torch.load(source / "checkpoint.pt", weights_only=True), state)
 
 
 def test_torch_loads_tensors_in_lists(tmp_path):

@@ -28,6 +28,7 @@ from tests.legacy_fsdp_compat.both import (
 )
 from tests.support import on_ranks, run_ranks
 from tests.support.meshes import rank_mesh
+from tests.support.twins import assert_equal
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -137,16 +138,7 @@ def write(rank: int, world_size: int, engine: Engine, hidden: int, use_orig_para
     return {path: one.full_tensor() if isinstance(one, DTensor) else one for path, one in values.items()}
 
 
-def assert_same(found: dict[Any, torch.Tensor], expected: dict[Any, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for path, value in expected.items():
-        assert torch.equal(found[path], value), path
-
-
-@pytest.mark.parametrize(
-    ("engine", "hidden", "use_orig_params"),
-    [(STOCK, 8, False), (OURS, 7, True)],
-)
+@pytest.mark.parametrize(("engine", "hidden", "use_orig_params"), [(STOCK, 8, False), (OURS, 7, True)])
 def test_dtensors_on_two_axes(engine: Engine, hidden: int, use_orig_params: bool, tmp_path):
     """Files of ranks and a distributed checkpoint; stock's can be cut evenly only."""
     expected = run_ranks(4, write, engine, hidden, use_orig_params, tmp_path)[0]
@@ -154,10 +146,10 @@ def test_dtensors_on_two_axes(engine: Engine, hidden: int, use_orig_params: bool
     for number, kind in enumerate(("ranks", "dcp")):
         checkpoint = open_checkpoint(tmp_path / kind)
         assert checkpoint.notes == []
-        assert_same(tensors_of(checkpoint), expected)
+        assert_equal(tensors_of(checkpoint), expected)
         for to in ("full", "safetensors", "dcp")[number::2]:
             convert(checkpoint, tmp_path / f"{kind}-{to}", to)
-            assert_same(tensors_of(open_checkpoint(tmp_path / f"{kind}-{to}")), expected)
+            assert_equal(tensors_of(open_checkpoint(tmp_path / f"{kind}-{to}")), expected)
     (tmp_path / "ranks" / "rank2.pt").unlink()
     with pytest.raises(CheckpointError, match=r"written by ranks \[0, 1, 2, 3\], but there is no file of rank 2"):
         open_checkpoint(tmp_path / "ranks")
@@ -190,9 +182,9 @@ def test_sharded_tensors_in_sharded_tensors(kind: str, tmp_path):
     expected["model", "apart"] = torch.arange(6.0).view(3, 2)
     checkpoint = open_checkpoint(tmp_path / kind)
     assert checkpoint.notes == []
-    assert_same(tensors_of(checkpoint), expected)
+    assert_equal(tensors_of(checkpoint), expected)
     convert(checkpoint, tmp_path / "out", "full")
-    assert_same(tensors_of(open_checkpoint(tmp_path / "out")), expected)
+    assert_equal(tensors_of(open_checkpoint(tmp_path / "out")), expected)
     if kind == "ranks":
         (tmp_path / "ranks" / "rank3.pt").unlink()
         with pytest.raises(CheckpointError, match="there is no file of rank 3"):
