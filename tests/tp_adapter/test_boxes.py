@@ -303,18 +303,6 @@ def test_taken_apart_and_put_together(case):
     assert torch.equal(blocks.fuse(parts), fused)
 
 
-def test_from_stacked_to_packed_and_back():
-    """Two groups of two queries, a key and a value: rows q q q q k k v v become q q k v q q k v."""
-    packed = SubBlocks(QKV, sizes=(2, 1, 1))
-    stacked = torch.tensor([10, 11, 12, 13, 20, 21, 30, 31])
-    weight = packed.fuse(stacked.split((4, 2, 2)))
-    assert weight.tolist() == [10, 11, 20, 30, 12, 13, 21, 31]
-    assert torch.cat(packed.split(weight)).equal(stacked)
-    whole = SubBlocks(QKV, sizes=(4, 2, 2))  # the stack itself: one group
-    assert [part.tolist() for part in whole.split(stacked)] == [[10, 11, 12, 13], [20, 21], [30, 31]]
-    assert whole.split(stacked)[1].data_ptr() == stacked[4:].data_ptr(), "a view"
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

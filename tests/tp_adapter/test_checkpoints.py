@@ -2,6 +2,8 @@
 
 import math
 import pickle
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,38 +18,49 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import shardkit.core as shardkit
 from shardkit.core import Blocks
 from tests.support import on_ranks, rank_mesh, run_ranks
-from tests.tp_adapter.models import OPTIMIZERS, SPECS, mixture
-from tests.tp_adapter.trainee import Trainee, assert_equal
+from tests.support.twins import assert_equal, square_loss
+from tests.tp_adapter.models import OPTIMIZERS, mixture
+from tests.tp_adapter.trainee import Trainee
+
+Make = Callable[[tuple[int, ...], int], Trainee]
+Ways = tuple[Callable[[Trainee, Path], None], Callable[[Trainee, Path], None]]
+BY_MANAGER: Ways = (Trainee.save_by_manager, Trainee.load_by_manager)
+BY_STOCK: Ways = (Trainee.save, Trainee.load)
 
 
-def save_by_manager(rank: int, world_size: int, path: Path, name: str, shape: tuple[int, ...]) -> Any:
-    trainee = Trainee.of(name, shape, 1)
-    trainee.save_by_manager(path)
+def save(rank: int, world_size: int, make: Make, ways: Ways, shape: tuple[int, ...], path: Path) -> Any:
+    trainee = make(shape, 1)
+    ways[0](trainee, path)
     return trainee.full()
 
 
-def load_by_manager(rank: int, world_size: int, path: Path, again: Path, name: str, shape: Any) -> Any:
-    trainee = Trainee.of(name, shape, 2)
-    trainee.load_by_manager(path)
+def load(rank: int, world_size: int, make: Make, ways: Ways, shape: Any, path: Path, again: Path) -> Any:
+    """Load into a model with other weights; save it to the path `again`, and go on training."""
+    trainee = make(shape, 2)
+    ways[1](trainee, path)
     full = trainee.full()
-    trainee.save_by_manager(again)
-    SPECS[name].loss(trainee.model, 5).backward()
-    trainee.optimizer.step()
+    ways[0](trainee, again)
+    trainee.trained(5)
     return full
+
+
+def check_changes(directory: Path, make: Make, ways: Ways, shapes: list[tuple[int, ...]]) -> None:
+    """From 2x2 over all these meshes."""
+    expected = run_ranks(4, save, make, ways, (2, 2), directory / "0")[0]
+    for number, shape in enumerate(shapes):
+        paths = (directory / str(number), directory / str(number + 1))
+        for seen in run_ranks(math.prod(shape), load, make, ways, shape, *paths):
+            assert_equal(seen, expected)
 
 
 @pytest.mark.daily(name=["uneven"])
 @pytest.mark.parametrize("name", ["fused", "uneven", "tied"])
 def test_any_change_of_meshes_by_the_manager(tmp_path, name: str):
-    """2x2 -> 4x1 -> 1x2 -> 1x2x2: several boxes on a rank, strided and joint meshes."""
-    expected = run_ranks(4, save_by_manager, tmp_path / "0", name, (2, 2))[0]
-    for number, shape in enumerate([(4, 1), (1, 2), (1, 2, 2)]):
-        paths = (tmp_path / str(number), tmp_path / str(number + 1))
-        for seen in run_ranks(math.prod(shape), load_by_manager, *paths, name, shape):
-            assert_equal(expected, seen)
+    """Several boxes on a rank, strided and joint meshes."""
+    check_changes(tmp_path, partial(Trainee.of, name), BY_MANAGER, [(4, 1), (1, 2), (1, 2, 2)])
 
 
-def experts_of(shape: tuple[int, ...], seed: int, placement: Any) -> Trainee:
+def experts_of(placement: Any, shape: tuple[int, ...], seed: int) -> Trainee:
     """Experts over "ep" and then over the other axis, dense parameters over both."""
     mesh = rank_mesh(shape, ("dp_mod_ep", "ep"))
     torch.manual_seed(seed)
@@ -55,33 +68,13 @@ def experts_of(shape: tuple[int, ...], seed: int, placement: Any) -> Trainee:
     model.experts.weight = nn.Parameter(distribute_tensor(model.experts.weight.detach(), mesh["ep"], [Shard(0)]))
     shardkit.fully_shard(model.experts, mesh=mesh["dp_mod_ep"], shard_placement_fn=lambda p: placement)
     shardkit.fully_shard(model, mesh=mesh)
-    trainee = Trainee(model, OPTIMIZERS["adamw"](model.parameters()))
-    model(torch.randn(2, 3)).square().mean().backward()
-    trainee.optimizer.step()
-    trainee.optimizer.zero_grad()
-    return trainee
-
-
-def save_experts(rank: int, world_size: int, path: Path, shape: tuple[int, ...], placement: Any) -> Any:
-    trainee = experts_of(shape, 1, placement)
-    trainee.save(path)
-    return trainee.full()
-
-
-def load_experts(rank: int, world_size: int, path: Path, again: Path, shape: Any, placement: Any) -> Any:
-    trainee = experts_of(shape, 2, placement)
-    trainee.load(path)
-    trainee.save(again)
-    return trainee.full()
+    loss = square_loss(2, 3, seed=seed)
+    return Trainee(model, OPTIMIZERS["adamw"](model.parameters()), loss).trained(seed)
 
 
 @pytest.mark.parametrize("placement", [Shard(0), Blocks(elements=3)], ids=str)
 def test_any_change_of_expert_parallelism(tmp_path, placement: Any):
-    expected = run_ranks(4, save_experts, tmp_path / "0", (2, 2), placement)[0]
-    for number, shape in enumerate([(4, 1), (1, 2), (3, 1), (2, 2)]):
-        paths = (tmp_path / str(number), tmp_path / str(number + 1))
-        for seen in run_ranks(math.prod(shape), load_experts, *paths, shape, placement):
-            assert_equal(expected, seen)
+    check_changes(tmp_path, partial(experts_of, placement), BY_STOCK, [(4, 1), (1, 2), (3, 1), (2, 2)])
 
 
 @pytest.mark.parametrize(("name", "shape"), [("language", (2, 2)), ("uneven", (1, 2, 2))], ids=str)
@@ -93,9 +86,8 @@ def test_interchangeable_with_stock(rank: int, world_size: int, tmp_path, name: 
         expected = trainee.full()
         trainee = Trainee.of(name, shape, 2, reader)
         trainee.load(tmp_path / writer.__name__)
-        assert_equal(expected, trainee.full())
-        SPECS[name].loss(trainee.model, 5).backward()
-        trainee.optimizer.step()
+        assert_equal(trainee.full(), expected)
+        trainee.trained(5)
 
 
 @pytest.mark.parametrize(

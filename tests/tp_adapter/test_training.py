@@ -135,10 +135,7 @@ def test_loss_parallel_and_prepared_inputs(rank: int, world_size: int) -> None:
 @on_ranks(4)
 def test_sums_over_tensor_parallelism_have_the_dtype_of_the_reduction(rank: int, world_size: int, kind: str) -> None:
     """Of a weight that is replicated there, so that its gradient is a pending sum."""
-    options = {
-        "shard": {},
-        "offload": {"offload_policy": shardkit.CPUOffloadPolicy(pin_memory=False)},
-    }[kind]
+    options = {"offload_policy": shardkit.CPUOffloadPolicy(pin_memory=False)} if kind == "offload" else {}
     whole = rank_mesh((2, 2), ("dp", "tp"))
     weight = nn.Parameter(distribute_tensor(torch.ones(4), whole["tp"], [Replicate()]))
     model: Any = Composed(lambda m, x: (x * m.weight).to_local().sum(), weight=weight)

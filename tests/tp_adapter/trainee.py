@@ -1,5 +1,6 @@
 """A tensor-parallel model in training, and its state."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,21 +13,22 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 import shardkit.core as shardkit
 from shardkit.core.checkpoint import CheckpointManager, TrainingState
 from shardkit.tp_adapter import CheckedLoadPlanner
+from tests.core.checkpoint.trainee import whole
 from tests.tp_adapter.models import OPTIMIZERS, SPECS, axes, shard
 
 
 @dataclass
 class Trainee:
-    """A sharded model, with an optimizer that has states."""
+    """A sharded model, with an optimizer that has states; ``loss(model, seed)`` is that of a micro-batch."""
 
     model: Any
     optimizer: torch.optim.Optimizer
+    loss: Callable[[Any, int], torch.Tensor]
 
     @classmethod
     def of(cls, name: str, shape: tuple[int, ...], seed: int, api: Any = shardkit, **options: Any) -> "Trainee":
@@ -35,11 +37,11 @@ class Trainee:
         data, tensor = axes(shape)
         SPECS[name].parallelize(model, tensor)
         shard(model, api, data, **options)
-        return cls(model, OPTIMIZERS["adamw"](model.parameters())).trained(name, seed)
+        return cls(model, OPTIMIZERS["adamw"](model.parameters()), SPECS[name].loss).trained(seed)
 
-    def trained(self, name: str, seed: int) -> "Trainee":
+    def trained(self, seed: int) -> "Trainee":
         """Itself, after a step."""
-        SPECS[name].loss(self.model, seed).backward()
+        self.loss(self.model, seed).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
         return self
@@ -76,15 +78,4 @@ class Trainee:
         tensors = {f"model.{fqn}": value for fqn, value in state["model"].items()}
         for fqn, states in state["optimizer"]["state"].items():
             tensors |= {f"optimizer.{fqn}.{key}": value for key, value in states.items()}
-        return {name: _full(value) for name, value in tensors.items()}
-
-
-def _full(value: torch.Tensor) -> torch.Tensor:
-    # Copies: a tensor that is not sharded would be the live one.
-    return (value.full_tensor() if isinstance(value, DTensor) else value).clone()
-
-
-def assert_equal(expected: dict[str, torch.Tensor], seen: dict[str, torch.Tensor]) -> None:
-    assert seen.keys() == expected.keys()
-    wrong = [name for name in expected if not torch.equal(seen[name], expected[name])]
-    assert not wrong
+        return {name: whole(value) for name, value in tensors.items()}
