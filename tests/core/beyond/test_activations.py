@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -326,22 +327,14 @@ def test_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert peaks[12][0] < limited < without[12]
 
 
-def moved(model: nn.Module, monkeypatch: pytest.MonkeyPatch, place: Path, x: Tensor) -> int:
+def moved(model: nn.Module, place: Path, x: Tensor) -> int:
     """Bytes that a forward moves."""
-    sent = 0
     send = activations._Tier.send
-
-    def counted(tier: Any, spans: Any, streams: Any) -> Any:
-        nonlocal sent
-        sent += sum(span.nbytes for _, span in spans)
-        return send(tier, spans, streams)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(activations._Tier, "send", counted)
+    with mock.patch.object(activations._Tier, "send", autospec=True, side_effect=send) as sent:
         offload = offload_activations(model, directory=place, min_bytes=0, keep=0)
         model(x).sum().backward()
         offload.remove()
-    return sent
+    return sum(span.nbytes for call in sent.call_args_list for _, span in call.args[1])
 
 
 def held() -> nn.Module:
@@ -363,9 +356,8 @@ def test_parameters_stay_and_tensors_saved_twice_move_once(rank: int, world_size
         for block in model if shards else ():
             fully_shard(block)
         x = torch.randn(2, 256, requires_grad=True)
-        with pytest.MonkeyPatch.context() as patch:
-            # The input of each block, and its square: 512 numbers each. Weights would be 65,536.
-            assert moved(model, patch, tmp_path, x) == 2 * 2 * 2 * 256 * 4
+        # The input of each block, and its square: 512 numbers each. Weights would be 65,536.
+        assert moved(model, tmp_path, x) == 2 * 2 * 2 * 256 * 4
 
 
 def odd() -> nn.Module:

@@ -109,10 +109,7 @@ def _train(rank: int, world_size: int, path: Path, name: str, options: dict[str,
 
 @pytest.mark.parametrize(
     ("world_size", "name", "options", "parameters"),
-    [
-        (1, "Adam", {"foreach": False}, True),
-        (2, "AdamW", {"fused": True}, False),
-    ],
+    [(1, "Adam", {"foreach": False}, True), (2, "AdamW", {"fused": True}, False)],
     ids=str,
 )
 def test_state_of_four_times_what_may_be_resident(

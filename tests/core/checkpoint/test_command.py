@@ -22,7 +22,7 @@ from shardkit.core.checkpoint.command import main
 from shardkit.core.checkpoint.directory import open_index
 from shardkit.core.checkpoint.sources import SAFETENSORS_DTYPES, open_file
 from shardkit.core.checkpoint.writers import DcpWriter
-from tests.core.checkpoint.trainee import Held, flip, restore, save_two_steps
+from tests.core.checkpoint.trainee import Held, flip, restore, save_trained
 from tests.support import run_ranks
 from tests.support.twins import differences
 
@@ -31,7 +31,7 @@ from tests.support.twins import differences
 def saved(tmp_path_factory) -> tuple[Path, dict[str, Any]]:
     """Checkpoints of two steps from four ranks, and the state after the second."""
     path = tmp_path_factory.mktemp("saved")
-    return path, run_ranks(4, save_two_steps, path, (2, 2))[0][-1]
+    return path, run_ranks(4, save_trained, path, (2, 2), 1, 2)[0][-1][0]
 
 
 def weights(full: dict[str, Any]) -> dict[str, torch.Tensor]:

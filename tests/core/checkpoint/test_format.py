@@ -32,7 +32,7 @@ from shardkit.core.checkpoint.saving import write_file
 from shardkit.core.checkpoint.stock_metadata import unpickle_metadata
 from shardkit.core.checkpoint.torch_files import archive_of
 from shardkit.core.checkpoint.writers import DataFile
-from tests.core.checkpoint.trainee import Trainee, flip, save_two_steps
+from tests.core.checkpoint.trainee import Trainee, flip, save_trained
 from tests.support import run_ranks
 from tests.support.twins import differences
 
@@ -41,7 +41,7 @@ from tests.support.twins import differences
 def saved(tmp_path_factory) -> tuple[Path, list[Any]]:
     """Checkpoints of two steps on two ranks, and the states that they hold."""
     path = tmp_path_factory.mktemp("saved")
-    return path, run_ranks(2, save_two_steps, path, (2,))[0]
+    return path, [full for full, _ in run_ranks(2, save_trained, path, (2,), 1, 2)[0]]
 
 
 @pytest.mark.parametrize("shape", [(), (3, 5), (2, 1, 4), (0, 3)], ids=str)
@@ -110,12 +110,7 @@ def pipe(path: Path) -> None:
     os.mkfifo(path)
 
 
-DAMAGES: dict[str, Callable[[Path], None]] = {
-    "flipped": flip,
-    "missing": Path.unlink,
-    "link": link,
-    "pipe": pipe,
-}
+DAMAGES: dict[str, Callable[[Path], None]] = {"flipped": flip, "missing": Path.unlink, "link": link, "pipe": pipe}
 
 
 def try_damaged(rank: int, world_size: int, path: Path) -> Any:

@@ -142,7 +142,7 @@ def failed(rank: int, world_size: int, url: str) -> str:
 def test_ranks_save_together_and_others_restore(store: str, tmp_path, request):
     settings = request.getfixturevalue("s3") if store == "s3" else {}
     url = f"local://{tmp_path}" if store == "local" else f"s3://bucket/{time.monotonic_ns()}"
-    expected, _ = run_ranks(2, configured, settings, save_trained, url, (2,))[0]
+    ((expected, _),) = run_ranks(2, configured, settings, save_trained, url, (2,), 2)[0]
     for seen in run_ranks(3, configured, settings, restore, url):
         assert_equal(seen, expected)
     left, _ = run_ranks(2, configured, settings, failed, url)

@@ -79,13 +79,10 @@ def test_info_is_as_it_was_when_saved(tmp_path):
     assert restored is not None and restored.info == {"losses": [1.0]}
 
 
-@pytest.mark.parametrize(
-    ("step", "text"),
-    [(one, rf"step={one!r}, expected a whole number from 0 on; pass") for one in (-1, 1.5, 2**63, "5", True, None)],
-)
-def test_steps_that_are_none(tmp_path, step: Any, text: str):
+@pytest.mark.parametrize("step", [-1, 1.5, 2**63, "5", True, None])
+def test_steps_that_are_none(tmp_path, step: Any):
     manager = CheckpointManager(tmp_path)
-    with pytest.raises(CheckpointError, match=text):
+    with pytest.raises(CheckpointError, match=f"step={step!r}, expected a whole number from 0 on; pass"):
         manager.save(step, TrainingState(nn.Linear(1, 1)))
     manager.save(torch.tensor(3), TrainingState(nn.Linear(1, 1)), blocking=True)
     assert [one.step for one in manager.checkpoints()] == [3]

@@ -88,7 +88,6 @@ MESHES = {1: ("shard",), 2: ("replicate", "shard")}
 class Trainee:
     mesh_shape: tuple[int, ...]
     seed: int = 0
-    api: Any = fully_shard
     loader_kind: type[Loader] = Loader
     losses: list[float] = field(default_factory=list)
 
@@ -98,7 +97,7 @@ class Trainee:
         self.rank = self.mesh.get_rank()
         self.model = Network()
         for module in (self.model.inner, self.model):
-            self.api(module, mesh=self.mesh)
+            fully_shard(module, mesh=self.mesh)
         self.optimizer = torch.optim.AdamW(
             [
                 {"params": [p for p in self.model.parameters() if p.ndim > 1], "weight_decay": 0.1},
@@ -149,24 +148,15 @@ class Trainee:
         return {"loader": self.loader.state_dict(), "draws": (random.random(), np.random.rand(), torch.rand(2))}
 
 
-def save_two_steps(rank: int, world_size: int, path: Path, shape: tuple[int, ...]) -> list[dict[str, Any]]:
-    """Saves after each of two steps; returns the states."""
+def save_trained(rank: int, world_size: int, path: Path | str, shape: tuple[int, ...], *steps: int) -> list[Any]:
+    """Saves after these steps; returns the state, and the position of the loader, after each."""
     trainee, states = Trainee(shape, seed=1, loader_kind=ElasticLoader), []
     with CheckpointManager(path) as manager:
-        for step in (1, 2):
-            trainee.train(1)
+        for step in steps:
+            trainee.train(step - len(trainee.losses))
             manager.save(step, trainee.state, info={"note": "x"})
-            states.append(trainee.full())
+            states.append((trainee.full(), trainee.loader.position))
     return states
-
-
-def save_trained(rank: int, world_size: int, path: Path | str, shape: tuple[int, ...]) -> Any:
-    """Takes two steps and saves; returns the state, and the position of the loader."""
-    trainee = Trainee(shape, seed=1, loader_kind=ElasticLoader)
-    trainee.train(2)
-    with CheckpointManager(path) as manager:
-        manager.save(2, trainee.state)
-    return trainee.full(), trainee.loader.position
 
 
 def restore(rank: int, world_size: int, path: Path | str, source: Path | None = None) -> Any:
