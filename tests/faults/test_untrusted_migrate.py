@@ -96,14 +96,7 @@ def with_opcodes(data: bytes, generator: random.Random) -> bytes:
     """A pickle whose opcodes are dropped, doubled, swapped, or have other arguments."""
     places = [place for _, _, place in pickletools.genops(data)]
     codes = [data[start:end] for start, end in zip(places, [*places[1:], len(data)], strict=True)]
-    numbers = (
-        b"K\x00",
-        b"K\xff",
-        b"J\xff\xff\xff\xff",
-        b"\x8a\x08" + b"\xff" * 7 + b"\x7f",
-        b"J\x00\x00\x00\x7f",
-        b"N",
-    )
+    numbers = (b"K\x00", b"K\xff", b"J" + b"\xff" * 4, b"\x8a\x08" + b"\xff" * 7 + b"\x7f", b"J\x00\x00\x00\x7f", b"N")
     for _ in range(generator.randint(1, 4)):
         at = generator.randrange(1, len(codes))
         change = generator.randrange(6)
@@ -115,9 +108,7 @@ def with_opcodes(data: bytes, generator: random.Random) -> bytes:
             other = generator.randrange(1, len(codes))
             codes[at], codes[other] = codes[other], codes[at]
         elif change == 3:
-            codes[at] = generator.choice(
-                (b"R", b"b", b"\x81", b"]", b"}", b")", b"(", b"t", b"u", b"e", b"h\x02", b"2")
-            )
+            codes[at] = generator.choice([*(bytes([one]) for one in b"Rb\x81]})(tue2"), b"h\x02"])
         else:
             chosen = [number for number, code in enumerate(codes) if code[:1] in (b"K", b"M", b"J", b"\x88", b"\x89")]
             codes[generator.choice(chosen or [at])] = generator.choice(numbers)

@@ -136,8 +136,7 @@ def test_enums(name: str):
 
 
 @pytest.mark.parametrize(
-    "name",
-    [name for name in table("Public names") if name.endswith("Config")] + ["MixedPrecision", "CPUOffload"],
+    "name", [name for name in table("Public names") if name.endswith("Config")] + ["MixedPrecision", "CPUOffload"]
 )
 def test_configurations(name: str):
     mine, theirs = getattr(ours, name)(), getattr(stock, name)()

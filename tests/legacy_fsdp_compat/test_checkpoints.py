@@ -156,9 +156,7 @@ def test_whole_state_dicts(rank: int, world_size: int, use_orig_params: bool) ->
         expected[engine] = train(model, optimizer, rank, range(2, 4))
     torch.testing.assert_close(expected[OURS], expected[STOCK], **TOLERANCE)
     (theirs, their_states), (ours, our_states) = found[STOCK], found[OURS]
-    assert list(theirs) == list(ours)
-    for name, value in theirs.items():
-        torch.testing.assert_close(ours[name], value, **TOLERANCE)
+    assert_same_tensors(theirs, ours, **TOLERANCE)
     assert their_states["state"].keys() == our_states["state"].keys()
     for name, states in our_states["state"].items():
         torch.testing.assert_close(

@@ -540,16 +540,10 @@ def test_deepcopy_is_refused(rank: int, world_size: int) -> None:
         copy.deepcopy(model)
 
 
-class Nested(nn.Module):
+def nested(model: Any, inputs: dict[str, Any], *, scale: list[float]) -> dict[str, list[torch.Tensor]]:
     """Takes and returns dicts and lists; its first input may need a gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.block, self.last = nn.Linear(4, 5), Block(3), nn.Linear(5, 1)
-
-    def forward(self, inputs: dict[str, Any], *, scale: list[float]) -> dict[str, list[torch.Tensor]]:
-        hidden = self.block(self.first(inputs["x"][0]))
-        return {"out": [self.last(hidden) * scale[0], hidden]}
+    hidden = model.block(model.first(inputs["x"][0]))
+    return {"out": [model.last(hidden) * scale[0], hidden]}
 
 
 @on_ranks(2)
@@ -559,7 +553,8 @@ def test_nested_inputs_and_groups_of_parameters(rank: int, world_size: int) -> N
     for engine in (STOCK, OURS):
         torch.manual_seed(0)
         policy = engine.api.ModuleWrapPolicy({Block})
-        model = engine.wrapped(Setting(), Nested(), auto_wrap_policy=policy, backward_prefetch=None)
+        model = Composed(nested, first=nn.Linear(4, 5), block=Block(3), last=nn.Linear(5, 1))
+        model = engine.wrapped(Setting(), model, auto_wrap_policy=policy, backward_prefetch=None)
         named = dict(model.named_parameters())
         optimizer = torch.optim.AdamW(
             [

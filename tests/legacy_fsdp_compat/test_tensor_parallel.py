@@ -53,12 +53,12 @@ def build(seed: int, hidden: int = 8) -> nn.Module:
     return nn.Sequential(Pair(hidden), Pair(hidden))
 
 
-def wrapped(seed: int) -> Any:
-    names, mesh, model = OURS.api, rank_mesh((2, 2), ("dp", "tp")), build(seed)
+def wrapped(seed: int, hidden: int = 8, engine: Engine = OURS, use_orig_params: bool = True) -> Any:
+    mesh, model = rank_mesh((2, 2), ("dp", "tp")), build(seed, hidden)
     for pair in model:
-        parallelize_module(pair, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    policy = names.ModuleWrapPolicy({Pair})
-    return names.FSDP(model, device_mesh=mesh["dp"], auto_wrap_policy=policy, use_orig_params=True, device_id=CPU)
+        parallelize_module(pair, mesh["tp"], {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()})
+    arguments = {"device_mesh": mesh["dp"], "auto_wrap_policy": engine.api.ModuleWrapPolicy({Pair}), "device_id": CPU}
+    return engine.api.FSDP(model, use_orig_params=use_orig_params, **arguments)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, places: list[int], steps: range) -> None:
@@ -71,7 +71,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, places: list[int],
 @pytest.mark.parametrize("kind", ["FULL", "SHARDED"])
 @on_ranks(4)
 def test_training_and_state_dicts(rank: int, world_size: int, kind: str) -> None:
-    names, place = OURS.api, rank_mesh((2, 2), ("dp", "tp")).get_coordinate()[0]
+    names, place = OURS.api, rank // 2
     model, plain = wrapped(0), build(0)
     optimizer, its_optimizer = OPTIMIZERS["adam"](model.parameters()), OPTIMIZERS["adam"](plain.parameters())
     train(model, optimizer, [place], range(2))
@@ -117,18 +117,9 @@ def test_whole_parameters(rank: int, world_size: int) -> None:
 
 def write(rank: int, world_size: int, engine: Engine, hidden: int, use_orig_params: bool, directory: Path) -> Any:
     """Saves SHARDED and FULL state after two steps on a mesh of 2 x 2. Returns the whole values."""
-    names, mesh, model = engine.api, rank_mesh((2, 2), ("dp", "tp")), build(0, hidden)
-    for pair in model:
-        parallelize_module(pair, mesh["tp"], {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()})
-    policy = names.ModuleWrapPolicy({Pair})
-    model = names.FSDP(
-        model, device_mesh=mesh["dp"], auto_wrap_policy=policy, use_orig_params=use_orig_params, device_id=CPU
-    )
+    model = wrapped(0, hidden, engine, use_orig_params)
     optimizer = OPTIMIZERS["adam"](model.parameters())
-    for step in range(2):
-        optimizer.zero_grad()
-        model(batch(mesh.get_coordinate()[0], step)).square().mean().backward()
-        optimizer.step()
+    train(model, optimizer, [rank // 2], range(2))
     state = engine.state_of("SHARDED", model, optimizer)
     (directory / "ranks").mkdir(exist_ok=True)
     torch.save(state, directory / "ranks" / f"rank{rank}.pt")

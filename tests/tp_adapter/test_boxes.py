@@ -281,20 +281,11 @@ def rows_of(number: int, blocks: SubBlocks, length: int) -> list[int]:
     return [index for index in range(length) if owner[index % len(owner)] == number]
 
 
-@st.composite
-def fused_tensors(draw):
-    names = tuple("abcd"[: draw(st.integers(1, 4))])
-    sizes = draw(st.none() | st.tuples(*[st.integers(1, 4)] * len(names)))
-    shape = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
-    dim = draw(st.integers(0, len(shape) - 1))
-    shape[dim] = draw(st.integers(1, 4)) * (len(names) if sizes is None else sum(sizes))
-    return SubBlocks(names, dim, sizes), torch.arange(float(torch.Size(shape).numel())).view(shape)
-
-
-@given(fused_tensors())
-def test_taken_apart_and_put_together(case):
-    blocks, fused = case
-    parts, length = blocks.split(fused), fused.shape[blocks.dim]
+@given(moves())
+def test_taken_apart_and_put_together(move):
+    shape, blocks, *_ = move
+    fused = torch.arange(math.prod(shape)).view(shape)
+    parts, length = blocks.split(fused), shape[blocks.dim]
     assert len(parts) == len(blocks.names)
     for number, part in enumerate(parts):
         rows = rows_of(number, blocks, length)

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -25,12 +26,8 @@ class Late:
         return self._error
 
 
-class LateWorker:
-    submit = Late
-
-
 @contextlib.contextmanager
 def late() -> Iterator[None]:
     """All jobs run late."""
-    with mock.patch.object(steps, "_worker", LateWorker):
+    with mock.patch.object(steps, "_worker", return_value=SimpleNamespace(submit=Late)):
         yield

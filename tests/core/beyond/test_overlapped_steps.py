@@ -404,14 +404,6 @@ def _assign_local(model: nn.Module, optimizer: Any) -> None:
     weight._local_tensor = weight._local_tensor.clone()
 
 
-def _clip(model: nn.Module, optimizer: Any) -> Any:
-    return clip_grad_norm_(model.parameters(), 0.1), [one.grad for one in model.parameters()]
-
-
-def _take_state_over(model: nn.Module, optimizer: Any) -> None:
-    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-
-
 def _load_other_state(model: nn.Module, optimizer: Any) -> None:
     state = torch.optim.AdamW(model.parameters()).state_dict()
     optimizer.load_state_dict({**state, "param_groups": optimizer.state_dict()["param_groups"]})
@@ -452,10 +444,6 @@ def _add_a_group(model: nn.Module, optimizer: Any) -> None:
         optimizer.add_param_group({"params": [last], "lr": 0.5})
 
 
-def _step_of_another(model: nn.Module, optimizer: Any) -> None:
-    torch.optim.SGD(model.layers[1].parameters(), lr=0.1).step()
-
-
 READERS: dict[str, Callable[[Any, Any], Any]] = {
     "local": lambda model, optimizer: [one.to_local() for one in model.parameters()],
     "whole": lambda model, optimizer: [one.full_tensor() for one in model.parameters()],
@@ -479,20 +467,23 @@ READERS: dict[str, Callable[[Any, Any], Any]] = {
     "evaluated": lambda model, optimizer: loss_of(model.eval(), 0, 99).item(),
     "unsharded": lambda model, optimizer: (model.layers[3].unshard(), model.layers[3].weight.tolist())[1],
     "gradients": lambda model, optimizer: [one.grad.to_local() for one in model.parameters()],
-    "clipped too late": _clip,
+    "clipped too late": lambda model, optimizer: (
+        clip_grad_norm_(model.parameters(), 0.1),
+        [one.grad for one in model.parameters()],
+    ),
     "gradients of zeros": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
     "written": _scale_in_place,
     "assigned": _assign_local,
     "moved": _in_other_memory,
     "weights loaded": _load_weights,
     "weights assigned": _assign_weights,
-    "state taken over": _take_state_over,
+    "state taken over": lambda model, optimizer: optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict())),
     "other state": _load_other_state,
     "a step again": lambda model, optimizer: optimizer.step(),
     "a step with a closure": _step_with_a_closure,
     "another group": _add_a_group,
     "another rate": lambda model, optimizer: optimizer.param_groups[0].update(lr=0.2),
-    "another optimizer": _step_of_another,
+    "another optimizer": lambda model, optimizer: torch.optim.SGD(model.layers[1].parameters(), lr=0.1).step(),
 }
 
 

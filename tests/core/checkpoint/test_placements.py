@@ -95,8 +95,7 @@ def save(rank: int, world_size: int, how: str, layout: str, path: Path) -> dict[
         with CheckpointManager(path) as manager:
             manager.save(3, TrainingState(model, optimizer))
         return contents(model, optimizer)
-    model_state, optimizer_state = helpers.get_state_dict(model, optimizer)
-    state = {"model": model_state, "optimizer": optimizer_state}
+    state = dict(zip(("model", "optimizer"), helpers.get_state_dict(model, optimizer), strict=True))
     if how == "dcp.async_save":
         dcp.async_save(state, checkpoint_id=path).result()
     else:
@@ -114,8 +113,7 @@ def load(rank: int, world_size: int, how: str, layout: str, path: Path) -> dict[
         assert manager.restore(TrainingState(model, optimizer), source=source) is not None
     else:
         path = ours if ours.exists() else path
-        model_state, optimizer_state = helpers.get_state_dict(model, optimizer)
-        state = {"model": model_state, "optimizer": optimizer_state}
+        state = dict(zip(("model", "optimizer"), helpers.get_state_dict(model, optimizer), strict=True))
         dcp.load(state, checkpoint_id=path)
         helpers.set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     found = contents(model, optimizer)
