@@ -67,23 +67,18 @@ def backward_alike(model: nn.Module, reference: nn.Module, rank: int, number: in
         whole.grad = sharded.grad.full_tensor()
 
 
-def part(parameter: DTensor, whole: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor that lies like the parameter."""
-    return region_of("a part", parameter).take(whole).reshape(local_of(parameter).shape).clone()
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int, scale: float = 1.0) -> None:
+    """A step with gradients that depend on the number alone, the same for a sharded and a whole model.
 
-
-def give_gradients(model: nn.Module, number: int, scale: float = 1.0) -> None:
-    """Gradients that depend on the number alone, the same for a sharded and a whole model."""
+    The same numbers are drawn at each step of the same number.
+    """
     generator = torch.Generator().manual_seed(number)
     for parameter in model.parameters():
         gradient = scale * torch.randn(parameter.shape, generator=generator)
-        sharded = isinstance(parameter, DTensor)
-        parameter.grad = like_dtensor(part(parameter, gradient), parameter) if sharded else gradient
-
-
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int, scale: float = 1.0) -> None:
-    """A step with given gradients. The same numbers are drawn at each step of the same number."""
-    give_gradients(model, number, scale)
+        if isinstance(parameter, DTensor):
+            part = region_of("a gradient", parameter).take(gradient).reshape(local_of(parameter).shape)
+            gradient = like_dtensor(part.clone(), parameter)
+        parameter.grad = gradient
     torch.manual_seed(number)
     with torch.compiler.set_stance("force_eager"), contextlib.redirect_stdout(io.StringIO()):
         optimizer.step()

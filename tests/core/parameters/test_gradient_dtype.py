@@ -60,11 +60,6 @@ def _trained(api: Any, shape: tuple[int, ...], own: str, micro_batches: int, **p
     return seen
 
 
-def _like_stock(shape: tuple[int, ...], own: str, policy: str) -> None:
-    for micro_batches in (1, 3):
-        assert_equal(*(_trained(api, shape, own, micro_batches, **POLICIES[policy]) for api in (shardkit, stock)))
-
-
 POLICIES = {
     "full": {},
     "bfloat16": {"param_dtype": BFLOAT16},
@@ -76,25 +71,26 @@ for name in ("bfloat16", "bfloat16-reduced-so"):
     POLICIES[f"{name}, biases kept"] = POLICIES[name] | {"param_dtype_override_fn": _keep_biases}
 
 
-@pytest.mark.parametrize("policy", DEFAULTS)
-@on_ranks(1, 2)
-def test_default_is_that_of_the_torch_installed(rank: int, world_size: int, policy: str) -> None:
-    _like_stock((world_size,), "unset", policy)
+NEWER = [
+    *((2, own, policy) for own in ("bfloat16", "float32", "None") for policy in DEFAULTS),
+    *((4, own, "bfloat16") for own in ("unset", "bfloat16", "None")),
+    *((2, "unset", policy) for policy in POLICIES if policy not in DEFAULTS),
+]
 
 
-@since_2_15
 @pytest.mark.parametrize(
     ("world_size", "own", "policy"),
     [
-        *((2, own, policy) for own in ("bfloat16", "float32", "None") for policy in DEFAULTS),
-        *((4, own, "bfloat16") for own in ("unset", "bfloat16", "None")),
-        *((2, "unset", policy) for policy in POLICIES if policy not in DEFAULTS),
+        *((world_size, "unset", policy) for world_size in (1, 2) for policy in DEFAULTS),
+        *(pytest.param(*case, marks=since_2_15) for case in NEWER),
     ],
 )
 @on_ranks()
 def test_dtypes_of_parameters(rank: int, world_size: int, own: str, policy: str) -> None:
     """A group whose parameters differ in `grad_dtype` is summed in the wider dtype. Four ranks are two replicas."""
-    _like_stock((2, 2) if world_size == 4 else (2,), own, policy)
+    shape = (2, 2) if world_size == 4 else (world_size,)
+    for micro_batches in (1, 3):
+        assert_equal(*(_trained(api, shape, own, micro_batches, **POLICIES[policy]) for api in (shardkit, stock)))
 
 
 # -- on every torch ----------------------------------------------------------------------------------------------------

@@ -275,13 +275,6 @@ def test_operators_give_what_whole_tensors_give(rank: int, world_size: int) -> N
                     torch._foreach_max([seen])
 
 
-REFUSED: dict[str, tuple[Callable[[nn.Parameter], object], str]] = {
-    "owner": (lambda p: Owned(rank=2), r"Owned\(rank=2\) for parameter 'norm.weight', but the shard group has 2 ranks"),
-    "ragged": (lambda p: LikeBlockShard((2, 6)), r"block_numels=\(2, 6\)\) for parameter 'norm.weight'; expected"),
-    "kind": (lambda p: "whole", r"'whole' for parameter 'norm.weight'; expected Shard\(dim\), Replicate\(\), Owned"),
-}
-
-
 @on_ranks(2)
 def test_owners_among_replicas_only(rank: int, world_size: int) -> None:
     """A mesh without a shard axis, where every rank has all of a parameter that has an owner."""
@@ -299,9 +292,13 @@ def test_owners_among_replicas_only(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_what_cannot_work_is_refused_by_name(rank: int, world_size: int) -> None:
-    for choose, message in REFUSED.values():
+    for choice, message in (
+        (Owned(rank=2), r"Owned\(rank=2\) for parameter 'norm.weight', but the shard group has 2 ranks"),
+        (LikeBlockShard((2, 6)), r"block_numels=\(2, 6\)\) for parameter 'norm.weight'; expected"),
+        ("whole", r"'whole' for parameter 'norm.weight'; expected Shard\(dim\), Replicate\(\), Owned"),
+    ):
         with pytest.raises((ValueError, TypeError), match=message):
-            fully_shard(GatedBlock(8), mesh=rank_mesh((world_size,)), shard_placement_fn=choose)
+            fully_shard(GatedBlock(8), mesh=rank_mesh((world_size,)), shard_placement_fn=lambda p, one=choice: one)
     weight = build("rows", rank_mesh((world_size,))).head.weight
     with pytest.raises(NotImplementedError, match=r"aten.mm.default .*Blocks\(rows=5\).*full_tensor"):
         weight.detach() @ torch.ones(16, 2)

@@ -50,6 +50,14 @@ def _check_filled(packing: Packing, given: Sequence[ChunkLayout], wholes: list[T
         assert torch.equal(row, torch.cat(expected)), rank
 
 
+def _check_copied_out(packing: Packing, given: Sequence[ChunkLayout], buffer: Tensor, wholes: list[Tensor]) -> None:
+    numels = [layout.padded_numel if layout.dim == 0 else layout.numel for layout in given]
+    flats = [torch.full((3 + n,), torch.nan, dtype=one.dtype)[3:] for n, one in zip(numels, wholes, strict=True)]
+    packing.copy_out(buffer, flats)
+    for layout, tensor, flat in zip(given, wholes, flats, strict=True):
+        assert torch.equal(flat[: layout.numel].view(layout.shape), tensor)
+
+
 @settings(deadline=None, max_examples=50)
 @given(layouts(), st.sampled_from([F32, BF16]), st.booleans())
 def test_a_gradient_s_chunks_lie_in_the_rows_of_their_owners(
@@ -72,7 +80,8 @@ def test_what_all_ranks_write_comes_out_as_the_whole_tensors(given: list[ChunkLa
     packing = pack(tuple(given), tuple(range(len(given))), tuple(widths), aligned=mixed)
     if packing is None:
         return
-    wholes = [whole(one.shape, dtype, seed) for seed, (one, dtype) in enumerate(zip(given, dtypes, strict=True))]
+    pairs = enumerate(zip(given, dtypes, strict=True))
+    wholes = [whole(one.shape, dtype, seed).abs() + 1 for seed, (one, dtype) in pairs]
     buffer = torch.zeros(packing.numel, dtype=torch.uint8 if mixed else BF16)
     for rank in range(given[0].world_size):
         row = packing.row(rank)
@@ -81,14 +90,8 @@ def test_what_all_ranks_write_comes_out_as_the_whole_tensors(given: list[ChunkLa
         pieces = _rows(packing, buffer)[rank].split_with_sizes([place.numel for place in row])
         for (item, _, shape), piece in zip(row, pieces, strict=True):
             if item is not None:
-                as_dtype(piece, dtypes[item]).view(shape).copy_(chunk_of(wholes[item], given[item], rank).abs() + 1)
-    flats = []
-    for layout, tensor in zip(given, wholes, strict=True):
-        numel = layout.padded_numel if layout.dim == 0 else layout.numel
-        flats.append(torch.full((3 + numel,), torch.nan, dtype=tensor.dtype)[3:])
-    packing.copy_out(buffer, flats)
-    for layout, tensor, flat in zip(given, wholes, flats, strict=True):
-        assert torch.equal(flat[: layout.numel].view(layout.shape), tensor.abs() + 1)
+                as_dtype(piece, dtypes[item]).view(shape).copy_(chunk_of(wholes[item], given[item], rank))
+    _check_copied_out(packing, given, buffer, wholes)
 
 
 @pytest.mark.parametrize("world_size", [2, 5, 16])
@@ -105,7 +108,4 @@ def test_torch_s_operators_and_strided_views_agree(world_size: int, monkeypatch:
         _check_filled(packing, given, wholes)
     buffer, wholes = torch.empty(packing.numel), [whole(layout.shape, F32, seed) for seed, layout in enumerate(given)]
     packing.fill(buffer, wholes)
-    flats = [torch.full((layout.padded_numel,), torch.nan) for layout in given]
-    packing.copy_out(buffer, flats)
-    for layout, tensor, flat in zip(given, wholes, flats, strict=True):
-        assert torch.equal(flat[: layout.numel].view(layout.shape), tensor)
+    _check_copied_out(packing, given, buffer, wholes)
