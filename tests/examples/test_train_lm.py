@@ -10,7 +10,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -26,6 +25,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from shardkit.core.checkpoint.index import MANIFEST, seal, unseal
 from tests.support import run_ranks
+from tests.support.ports import free_ports
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_lm"
 MODULES = ("checkpointing", "data", "errors", "model", "processes", "report", "settings", "train")
@@ -67,10 +67,7 @@ def _train(rank: int, world_size: int, port: int, flags: list[str]) -> str:
 
 def train_on_two(*flags: str | Path) -> str:
     """Runs the loop on two ranks without the launcher, and returns the output of the first."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    return run_ranks(2, _train, port, [*SMALL, *map(str, flags)], isolated=True)[0]
+    return run_ranks(2, _train, *free_ports(1), [*SMALL, *map(str, flags)], isolated=True)[0]
 
 
 @pytest.fixture(scope="module")

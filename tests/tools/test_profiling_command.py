@@ -1,6 +1,5 @@
 """`shardkit profile`: a script that knows nothing of it is recorded and reported; the replay of logs made by hand."""
 
-import socket
 import sys
 from pathlib import Path
 from typing import Any, cast
@@ -24,7 +23,7 @@ from shardkit.tools.profiling.log import Entry, Held, OptimizerBegan, OptimizerE
 from shardkit.tools.profiling.replay import Replay
 from shardkit.tools.report.files import read_report
 from shardkit.tools.report.schema import Group
-from tests.tools.installed import environment
+from tests.support.ports import free_ports
 
 JOB = str(Path(__file__).with_name("small_job.py"))
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
@@ -33,12 +32,9 @@ TWO = 'RANK=1 "$@" & RANK=0 "$@"; status=$?; wait; exit $status'
 
 
 @pytest.fixture(autouse=True)
-def _installed(tmp_path, monkeypatch) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    two = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
-    for name, value in environment(tmp_path / "metadata", **two).items():
+def _two_ranks(monkeypatch) -> None:
+    two = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(*free_ports(1)), "WORLD_SIZE": "2"}
+    for name, value in (two | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}).items():
         monkeypatch.setenv(name, value)
 
 

@@ -1,29 +1,20 @@
 """examples/rl_weights/grpo.py: TRL's GRPO on two ranks, with completions of servers that get the weights."""
 
-import contextlib
 import importlib.util
 import os
 import re
-import socket
 import subprocess
 import sys
 
 import pytest
 
+from tests.support.ports import free_ports
 from tests.trainers.launch import ENVIRONMENT, ROOT, succeeded
 
 pytest.importorskip("trl")
 
 EXAMPLE = ROOT / "examples" / "rl_weights"
 REQUEST = {"prompts": [[3], [5, 7]], "tokens": 6, "seed": 11}
-
-
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
 
 
 @pytest.mark.parametrize("options", [(), pytest.param(("--delta",), marks=pytest.mark.slow)])
