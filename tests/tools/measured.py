@@ -24,7 +24,7 @@ class Meter(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.storages: dict[int, Any] = {}
+        self.storages: Any = weakref.WeakValueDictionary()
         self.mapped: set[int] = set()
         self.earlier = weakref.WeakSet(segment._segments)  # of other tests' models, which may still be alive
         self.peak = 0
@@ -64,14 +64,10 @@ class Meter(TorchDispatchMode):
         # By the storage: an empty tensor at the end of shared memory has no address of its own.
         if address in self.mapped or any(0 <= address - one.address < one.nbytes for one in segment._segments):
             return
-        self.storages.setdefault(storage._cdata, weakref.ref(storage, lambda _, key=storage._cdata: self.drop(key)))
-
-    def drop(self, key: int) -> None:
-        self.storages.pop(key, None)
+        self.storages.setdefault(storage._cdata, storage)
 
     def now(self) -> int:
-        live = (storage() for storage in list(self.storages.values()))
-        own = sum(storage.nbytes() for storage in live if storage is not None)
+        own = sum(storage.nbytes() for storage in self.storages.values())
         return own + sum(one.nbytes for one in segment._segments if one not in self.earlier)
 
 
