@@ -1,6 +1,5 @@
 """Chromium without a window, spoken to over a pipe by the DevTools protocol: no driver and no port."""
 
-import base64
 import contextlib
 import json
 import os
@@ -65,17 +64,6 @@ class Page:
         result = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in result, result["exceptionDetails"]
         return result["result"].get("value")
-
-    def screenshot(self, path: Path, height: int | None = None) -> None:
-        """Writes the visible part of the page as PNG; `height`: that many pixels of the page instead."""
-        clip = {}
-        if height is not None:
-            width = self.evaluate("innerWidth")
-            clip = {
-                "clip": {"x": 0, "y": 0, "width": width, "height": height, "scale": 1},
-                "captureBeyondViewport": True,
-            }
-        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png", **clip)["data"]))
 
     def _receive(self) -> dict[str, Any]:
         while b"\0" not in self._buffer:
