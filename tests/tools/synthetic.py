@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from shardkit.tools.report.files import RankRecord
+from shardkit.tools.report.merge import merge
 from shardkit.tools.report.schema import (
     CATEGORIES,
     Group,
@@ -13,6 +14,7 @@ from shardkit.tools.report.schema import (
     Overhead,
     PlaceOfRank,
     Rank,
+    Report,
     Run,
     Series,
     Span,
@@ -110,3 +112,9 @@ def run(world_size: int) -> Run:
 def record(one: Rank, world_size: int = 2, wall: float = 0.0, groups: list[Group] | None = None) -> RankRecord:
     known = groups if groups is not None else [Group("0", list(range(world_size)))]
     return RankRecord(run(world_size), wall, known, one)
+
+
+def report(*ranks: Rank) -> Report:
+    """Of these ranks, or of two."""
+    ranks = ranks or (rank(0), rank(1))
+    return merge([record(one, len(ranks)) for one in ranks])

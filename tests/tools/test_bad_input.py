@@ -12,8 +12,7 @@ import pytest
 from shardkit.tools.command import main
 from shardkit.tools.machine import preset
 from shardkit.tools.report.files import write_report
-from shardkit.tools.report.merge import merge
-from tests.tools.synthetic import rank, record
+from tests.tools.synthetic import report
 
 GPT = ["tests.tools.jobs:GPT", "--vocabulary", "9", "--world-size", "2"]
 # Commands that read a file, with the place of its name.
@@ -33,9 +32,9 @@ HOSTILE = "\x1b]0;owned\x07\x1b[2J\u202e</script>"
 
 def damaged(directory: Path) -> dict[str, bytes | None]:
     """Contents of bad files by their defect; None where there is no file."""
-    report = directory / "report.json"
-    write_report(merge([record(rank(0))]), report)
-    whole = report.read_text()
+    path = directory / "report.json"
+    write_report(report(), path)
+    whole = path.read_text()
     machine = preset("h100").to_json()
     return {
         "missing": None,
@@ -122,7 +121,7 @@ def test_a_module_that_fails_is_told(command: str, ending: str, tmp_path, capsys
 
 def test_control_characters_of_a_report_never_reach_the_terminal(tmp_path, capsys) -> None:
     path = tmp_path / "report.json"
-    write_report(merge([record(rank(number)) for number in (0, 1)]), path)
+    write_report(report(), path)
     found = json.loads(path.read_text())
 
     def poisoned(value: Any) -> Any:

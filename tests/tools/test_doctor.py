@@ -17,13 +17,9 @@ from shardkit.tools.report.measures import MEASURES
 from shardkit.tools.report.merge import merge
 from shardkit.tools.report.schema import ModuleOfRank, Operation, Rank, Report
 from tests.support import on_ranks
-from tests.tools.synthetic import MIB, memory, operation, rank, record
+from tests.tools.synthetic import MIB, memory, operation, rank, record, report
 
 HIDDEN = {"exposed": 0.0, "blocked": 0.0, "launch": 0.0}
-
-
-def report(*ranks: Rank) -> Report:
-    return merge([record(one, len(ranks)) for one in ranks])
 
 
 def found(made: Report, rule: str) -> Any:
@@ -196,7 +192,7 @@ def test_what_a_rule_finds(rule: str, ranks: list[Rank], cost: float, words: str
 
 def test_the_command_speaks_plainly_and_refuses_what_is_no_report(tmp_path, capsys) -> None:
     path = tmp_path / "report.json"
-    write_report(report(rank(0), rank(1)), path)
+    write_report(report(), path)
     assert main(["doctor", str(path), "--json", str(tmp_path / "findings.json")]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("1. ")

@@ -17,7 +17,7 @@ from shardkit.tools.report.files import ReportError, read_records, read_report, 
 from shardkit.tools.report.measures import lateness, parse_limit, skew_by_rank, times_last
 from shardkit.tools.report.merge import merge
 from shardkit.tools.report.schema import Group, PlaceOfRank, Report
-from tests.tools.synthetic import MIB, STEPS, memory, operation, rank, record
+from tests.tools.synthetic import MIB, STEPS, memory, operation, rank, record, report
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def reports(tmp_path) -> tuple[str, str]:
     """Two runs; the second one's peak is 10 % above the first one's."""
     paths = tmp_path / "a.json", tmp_path / "b.json"
     for path, peak in zip(paths, (1000, 1100), strict=True):
-        write_report(merge([record(rank(number, memory=replace(memory(), peak=peak))) for number in (0, 1)]), path)
+        write_report(report(*(rank(number, memory=replace(memory(), peak=peak)) for number in (0, 1))), path)
     return str(paths[0]), str(paths[1])
 
 
@@ -78,7 +78,7 @@ def test_the_page_the_trace_and_an_estimate_beside_the_figures(reports: tuple[st
 
 
 def report_of(peak: int) -> Report:
-    return merge([record(rank(0, memory=replace(memory(), peak=peak)), 1)])
+    return report(rank(0, memory=replace(memory(), peak=peak)))
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_amounts_of_memory(text: str, nbytes: int) -> None:
 @pytest.fixture
 def written(tmp_path) -> Path:
     path = tmp_path / "report.json"
-    write_report(merge([record(rank(0)), record(rank(1))]), path)
+    write_report(report(), path)
     return path
 
 
@@ -154,7 +154,7 @@ def change(path: Path, *keys: str | int, to: Any) -> None:
 
 
 def test_a_report_comes_back_as_it_was(written: Path) -> None:
-    assert read_report(written) == merge([record(rank(0)), record(rank(1))])
+    assert read_report(written) == report()
     assert list(written.parent.iterdir()) == [written]
 
 
@@ -221,24 +221,24 @@ def test_ranks_of_two_hosts_are_brought_together_by_wall_time() -> None:
 def test_who_comes_late_is_told_and_waiting_for_it_is_skew() -> None:
     punctual = [operation(start=0.0, end=0.030, exposed=0.030, blocked=0.030)]
     late = [operation(start=0.020, end=0.030, exposed=0.010, blocked=0.010)]
-    report = merge([record(rank(0, punctual)), record(rank(1, late))])
-    (one,) = report.collectives
+    made = report(rank(0, punctual), rank(1, late))
+    (one,) = made.collectives
     assert one.last == {"1": 1}
     assert one.skew == pytest.approx(0.020)
     assert one.exposed == pytest.approx(0.030 / 2)  # of two recorded steps
     assert one.exposed_by_skew == pytest.approx(0.020 / 2)
-    assert lateness(report) == pytest.approx({0: 0.0, 1: 0.020})
-    assert times_last(report) == {0: 0, 1: 1}
-    assert skew_by_rank(report) == pytest.approx({0: 0.010, 1: 0.0})
+    assert lateness(made) == pytest.approx({0: 0.0, 1: 0.020})
+    assert times_last(made) == {0: 0, 1: 1}
+    assert skew_by_rank(made) == pytest.approx({0: 0.010, 1: 0.0})
 
 
 def test_bandwidth_counts_from_the_last_arrival_and_needs_an_end_that_was_seen() -> None:
     seen = [operation(start=0.0, end=0.030)]
     unseen = [operation(start=0.020, end=0.090, end_seen=False)]
-    (one,) = merge([record(rank(0, seen)), record(rank(1, unseen))]).collectives
+    (one,) = report(rank(0, seen), rank(1, unseen)).collectives
     assert one.algorithm_bandwidth == pytest.approx(8 * MIB / 0.010)
     assert one.bus_bandwidth == pytest.approx(4 * MIB / 0.010)
-    (one,) = merge([record(rank(0, unseen)), record(rank(1, unseen))]).collectives
+    (one,) = report(rank(0, unseen), rank(1, unseen)).collectives
     assert one.algorithm_bandwidth is None
 
 
@@ -289,7 +289,7 @@ def test_each_row_is_one_line_where_there_is_no_terminal(tmp_path, monkeypatch, 
     waits = [replace(one, end=one.start + one.exposed) for one in waits]
     ranks = [rank(number, waits, capacity=1 << 40) for number in (0, 1)]
     ranks = [replace(one, memory=replace(one.memory, peak_module=LONG)) for one in ranks]
-    write_report(merge([record(one) for one in ranks]), tmp_path / "report.json")
+    write_report(report(*ranks), tmp_path / "report.json")
     monkeypatch.chdir(tmp_path)
     for command, rows in ROWS.items():
         assert main(command.split()) == 0

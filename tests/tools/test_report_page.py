@@ -15,7 +15,7 @@ from shardkit.tools.report.merge import merge
 from shardkit.tools.report.page import page_html, trace_json
 from shardkit.tools.report.schema import Estimate, Report
 from tests.tools.browser import NAMES, Page, browser, installed
-from tests.tools.synthetic import MIB, operation, rank, record
+from tests.tools.synthetic import MIB, operation, rank, record, report
 
 HOSTILE = """</script><script>document.title='taken'</script><img src=x onerror="document.title='taken'">\u2028&lt;"""
 
@@ -172,7 +172,7 @@ def test_owners_stand_beside_the_mean_slowest_first(page: Page, tmp_path) -> Non
     assert rows(page, "owned")[1:] == []
     shown = "document.getElementById('owners-section').getBoundingClientRect().height > 0"
     assert page.evaluate(shown)
-    (tmp_path / "none.html").write_text(page_html(merge([record(rank(0), 1)])))
+    (tmp_path / "none.html").write_text(page_html(report(rank(0))))
     page.open(tmp_path / "none.html", 1100, 900)
     assert not page.evaluate(shown) and page.errors == []
 
@@ -191,7 +191,7 @@ def test_a_phone_can_show_it(path: Path, chromium: Page) -> None:
 
 
 def test_slices_have_names_and_lengths_and_ranks_are_processes() -> None:
-    trace = json.loads(trace_json(merge([record(rank(0)), record(rank(1))])))
+    trace = json.loads(trace_json(report()))
     slices = [one for one in trace["traceEvents"] if one["ph"] == "X"]
     assert {one["pid"] for one in slices} == {0, 1}
     gathers = [one for one in slices if one["cat"] == "all-gather"]
