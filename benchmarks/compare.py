@@ -24,7 +24,7 @@ from side_by_side.networks import OPTIMIZERS, WORKLOADS
 from side_by_side.ratios import Row, absolute_table, ratio_table, rows_of
 from side_by_side.run import Disagreement, Settings, compare
 from side_by_side.surroundings import load, surroundings
-from side_by_side.systems import COMPARED, ON_GPUS, SYSTEMS, imbalance
+from side_by_side.systems import COMPARED, ON_GPUS, SYSTEMS
 
 RESULTS = Path(__file__).parent / "results" / "compare"
 # Workloads and world sizes that are compared if none is given, by optimizer.
@@ -91,8 +91,6 @@ def _print(settings: Settings, facts: dict[str, Any], rows: list[Row]) -> None:
     print("\n" + absolute_table(rows, settings.systems))
     if others:
         print("\n" + ratio_table(rows, first, others))
-    if settings.optimizer == "muon":
-        print(f"\nowned matrices: largest load over the mean {imbalance(settings.workload, settings.world_size):.3f}")
     sys.stdout.flush()
 
 

@@ -11,22 +11,16 @@ import torch.distributed as dist
 Seconds = dict[str, list[float]]
 
 
-def timed(action: Callable[[], Any]) -> float:
-    """Seconds of this rank; all ranks begin together."""
-    dist.barrier()
-    begin = time.perf_counter()
-    action()
-    return time.perf_counter() - begin
-
-
 def in_turn(actions: Mapping[str, Callable[[], Any]], rounds: int, warmup: int) -> Seconds:
-    """The seconds of each action in each round, one of each in turn; the first rounds do not count."""
+    """This rank's seconds of each action, which all ranks begin together, in each round but the first ones."""
     seconds: Seconds = {name: [] for name in actions}
     for number in range(warmup + rounds):
         for name, action in actions.items():
-            taken = timed(action)
+            dist.barrier()
+            begin = time.perf_counter()
+            action()
             if number >= warmup:
-                seconds[name].append(taken)
+                seconds[name].append(time.perf_counter() - begin)
     return seconds
 
 

@@ -8,9 +8,7 @@ from pathlib import Path
 
 import torch
 
-_STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
-_SHARES = Path("/proc/self/smaps_rollup")
 _SAMPLE_SECONDS = 0.003
 _RESET_PEAK = "5"
 
@@ -27,7 +25,7 @@ class MemoryMeter:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         gc.collect()
-        self._before = 0 if device.type == "cuda" else _from_status("VmRSS:")
+        self._before = 0 if device.type == "cuda" else _read("status", "VmRSS") * 1024
         self._share_before = _share()
         self.restart()
 
@@ -45,7 +43,7 @@ class MemoryMeter:
                 "allocated": torch.cuda.max_memory_allocated(self.device),
                 "reserved": torch.cuda.max_memory_reserved(self.device),
             }
-        return {"resident": _from_status("VmHWM:") - self._before}
+        return {"resident": _read("status", "VmHWM") * 1024 - self._before}
 
     def held_during(self, step: Callable[[], None]) -> int:
         """Most bytes, shared pages by shares, seen while `step` runs; sampled, so nothing is to be timed meanwhile."""
@@ -66,24 +64,21 @@ class MemoryMeter:
         return max(seen) - self._share_before
 
 
+def _read(file: str, field: str) -> int:
+    """A figure that Linux has about this process."""
+    line = next(line for line in Path("/proc/self", file).read_text().splitlines() if line.startswith(f"{field}:"))
+    return int(line.split()[1])
+
+
 def _share() -> int:
-    line = next(line for line in _SHARES.read_text().splitlines() if line.startswith("Pss:"))
-    return int(line.split()[1]) * 1024
-
-
-def _from_status(field: str) -> int:
-    line = next(line for line in _STATUS.read_text().splitlines() if line.startswith(field))
-    return int(line.split()[1]) * 1024
-
-
-_IO = Path("/proc/self/io")
+    return _read("smaps_rollup", "Pss") * 1024
 
 
 def socket_bytes(step: Callable[[], None]) -> int:
     """Bytes that the process writes while `step` runs: gloo's sockets, headers included, for every system alike."""
-    before = _written()
+    before = _read("io", "wchar")
     step()
-    return _written() - before
+    return _read("io", "wchar") - before
 
 
 def c10d_calls(step: Callable[[], None]) -> dict[str, int]:
@@ -92,8 +87,3 @@ def c10d_calls(step: Callable[[], None]) -> dict[str, int]:
         step()
     names = Counter(event.name for event in profiler.events())
     return {name.removeprefix("c10d::"): count for name, count in names.items() if name.startswith("c10d::")}
-
-
-def _written() -> int:
-    line = next(line for line in _IO.read_text().splitlines() if line.startswith("wchar:"))
-    return int(line.split()[1])

@@ -1,19 +1,23 @@
 """Who shards the workload. Every system wraps each block and then the whole network, and uses one optimizer."""
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from side_by_side.networks import WORKLOADS, Block, Workload
+from side_by_side.networks import Block, Workload
 
 Autocast = Callable[[], contextlib.AbstractContextManager[None]]
-Shard = Callable[..., object]
+Prepare = Callable[[torch.optim.Optimizer], object]
+
+
+def _as_it_is(optimizer: torch.optim.Optimizer) -> None:
+    """Stock's optimizers step on DTensors."""
 
 
 @dataclass(frozen=True)
@@ -38,19 +42,16 @@ class System:
     around_forward: Autocast
     shards: bool
     averages: bool
-    prepare_optimizer: Callable[[torch.optim.Optimizer], None] = lambda optimizer: None
+    prepare_optimizer: Prepare = _as_it_is
 
 
 def _shardkit(workload: Workload, place: Place, **options: object) -> System:
-    from shardkit.core import MixedPrecisionPolicy, fully_shard, optimizer_step_on_shards, placements_for
+    from shardkit import core
 
-    def shard(network: nn.Module) -> Shard:
-        if workload.optimizer == "muon":
-            options["shard_placement_fn"] = placements_for(network, torch.optim.Muon)
-        return functools.partial(fully_shard, **options)
-
-    system = _per_block(workload, place, shard, MixedPrecisionPolicy)
-    return dataclasses.replace(system, prepare_optimizer=optimizer_step_on_shards)
+    network = workload.build()
+    if workload.optimizer == "muon":
+        options["shard_placement_fn"] = core.placements_for(network, torch.optim.Muon)
+    return _per_block(core, network, workload, place, core.optimizer_step_on_shards, **options)
 
 
 def _shardkit_int8(workload: Workload, place: Place) -> System:
@@ -61,24 +62,22 @@ def _shardkit_int8(workload: Workload, place: Place) -> System:
 
 
 def _fsdp2(workload: Workload, place: Place) -> System:
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed import fsdp
 
-    return _per_block(workload, place, lambda network: fully_shard, MixedPrecisionPolicy)
+    return _per_block(fsdp, workload.build(), workload, place)
 
 
 def _per_block(
-    workload: Workload, place: Place, shard_for: Callable[[nn.Module], Shard], policy_type: Callable[..., object]
+    api: Any, network: nn.Module, workload: Workload, place: Place, prepare: Prepare = _as_it_is, **options: object
 ) -> System:
-    """`shard_for` gives the network's `fully_shard`."""
-    mesh = dist.device_mesh.init_device_mesh(place.device.type, (place.world_size,))
-    network = workload.build()
-    shard = shard_for(network)
-    policy = policy_type(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if workload.bf16 else policy_type()
+    options["mesh"] = dist.device_mesh.init_device_mesh(place.device.type, (place.world_size,))
+    if workload.bf16:
+        options["mp_policy"] = api.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for module in network.modules():
         if isinstance(module, Block):
-            shard(module, mesh=mesh, mp_policy=policy)
-    shard(network, mesh=mesh, mp_policy=policy)
-    return System(network, contextlib.nullcontext, shards=True, averages=True)
+            api.fully_shard(module, **options)
+    api.fully_shard(network, **options)
+    return System(network, contextlib.nullcontext, shards=True, averages=True, prepare_optimizer=prepare)
 
 
 def _fsdp1(workload: Workload, place: Place) -> System:
@@ -88,7 +87,7 @@ def _fsdp1(workload: Workload, place: Place) -> System:
     precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if workload.bf16 else None
     network = FullyShardedDataParallel(
         workload.build(),
-        auto_wrap_policy=ModuleWrapPolicy(set(_leaves(Block))),
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
         mixed_precision=precision,
         device_id=place.device,
         # One flat parameter a unit is the faster way, but cannot hold trained and frozen parameters together.
@@ -108,21 +107,7 @@ def _alone(workload: Workload, place: Place) -> System:
 
 def _autocast(workload: Workload, device: torch.device) -> Autocast:
     """Where nobody casts parameters once for all their uses, autocast comes nearest to the same computation."""
-    if not workload.bf16:
-        return contextlib.nullcontext
-
-    @contextlib.contextmanager
-    def around() -> Iterator[None]:
-        with torch.autocast(device.type, torch.bfloat16):
-            yield
-
-    return around
-
-
-def _leaves(kind: type[nn.Module]) -> Iterator[type[nn.Module]]:
-    for child in kind.__subclasses__():
-        yield child
-        yield from _leaves(child)
+    return functools.partial(torch.autocast, device.type, torch.bfloat16) if workload.bf16 else contextlib.nullcontext
 
 
 SYSTEMS: dict[str, Callable[[Workload, Place], System]] = {
@@ -157,12 +142,3 @@ def _matrices(network: nn.Module) -> Iterator[nn.Parameter]:
     for block in network.modules():
         if isinstance(block, Block):
             yield from (p for p in block.parameters() if p.ndim == 2 and p.requires_grad)
-
-
-def imbalance(workload: str, world_size: int) -> float:
-    """The largest over the mean load of the ranks that shardkit's plan gives the matrices to, for Muon's step."""
-    from shardkit.core import placements_for
-
-    with torch.device("meta"):
-        network = WORKLOADS[workload].build()
-    return placements_for(network, torch.optim.Muon).plan.imbalance(world_size)
