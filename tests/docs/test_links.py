@@ -44,13 +44,13 @@ def _anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def problems(page: Path, home: Path = HOME) -> Iterator[str]:
+def problems(page: Path) -> Iterator[str]:
     """Why links of a page lead nowhere in a clone."""
     for target, line in _links(page):
         name, _, anchor = target.partition("#")
         path = (page.parent / name).resolve() if name else page
         if path in GENERATED:
-            if page != home:
+            if page != HOME:
                 yield f"{target} is generated; name its place on the site, without a link"
             elif "on the site" not in line:
                 yield f"{target} is generated; say in its line that it is on the site"

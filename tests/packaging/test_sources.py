@@ -21,47 +21,32 @@ RECOGNITION = re.compile(
 )
 
 
-def private_parts(path: str) -> list[str]:
-    return [part for part in path.split(".") if part.startswith("_") and not part.startswith("__")]
-
-
-def dotted_names(tree: ast.Module) -> Iterator[tuple[str, int]]:
-    """Every ``torch.a.b`` that is reached by attributes."""
-    for node in ast.walk(tree):
-        root: ast.AST = node
-        while isinstance(root, ast.Attribute):
-            root = root.value
-        if root is not node and isinstance(root, ast.Name) and root.id == "torch":
-            yield ast.unparse(node), node.lineno
-
-
 def torch_names(source: Source) -> Iterator[tuple[str, int]]:
-    """Every name of torch that a file imports or reaches from ``torch``, with its line."""
+    """Every name of torch that a file imports or reaches by attributes of ``torch``, with its line."""
     yield from ((entry.path, entry.line) for entry in source.imports() if entry.module.split(".")[0] == "torch")
-    yield from dotted_names(source.tree)
-
-
-def stock_fsdp_uses(source: Source) -> list[str]:
-    """Uses of stock FSDP's code: all of them are forbidden but for the recognition names in torch_compat."""
-    return [
-        f"{source}:{line}: {name}"
-        for name, line in torch_names(source)
-        if name.startswith(STOCK_FSDP) and not (source.module == TORCH_COMPAT and RECOGNITION.fullmatch(name))
-    ]
-
-
-def private_torch_uses(source: Source) -> list[str]:
-    if source.module in TORCH_COMPATS:
-        return []
-    return [f"{source}:{line}: {name}" for name, line in torch_names(source) if private_parts(name)]
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Attribute) and re.fullmatch(r"torch(\.\w+)+", name := ast.unparse(node)):
+            yield name, node.lineno
 
 
 def test_stock_fsdp_is_not_used():
-    assert {str(source): uses for source in SOURCES if (uses := stock_fsdp_uses(source))} == {}
+    """But for the recognition names in torch_compat."""
+    assert [
+        f"{source}:{line}: {name}"
+        for source in SOURCES
+        for name, line in torch_names(source)
+        if name.startswith(STOCK_FSDP) and not (source.module == TORCH_COMPAT and RECOGNITION.fullmatch(name))
+    ] == []
 
 
 def test_private_names_of_torch_stand_in_torch_compat():
-    assert {str(source): uses for source in SOURCES if (uses := private_torch_uses(source))} == {}
+    assert [
+        f"{source}:{line}: {name}"
+        for source in SOURCES
+        if source.module not in TORCH_COMPATS
+        for name, line in torch_names(source)
+        if re.search(r"\._(?!_)", name)
+    ] == []
 
 
 def test_a_file_is_one_concept():
