@@ -41,25 +41,23 @@ Event = tuple[str, Any]
 """
 
 
+@dataclass
 class Loop:
-    """One rank's training loop.
+    """One rank's training loop: its batches, and a model and its trap from ``build``, sharded or not.
 
-    Args:
-        program: the program to run.
-        model: from ``build``, sharded or not.
-        trap: of that model.
-        rank: whose batches to use.
-        cast_to: dtype that inputs are cast to, as a mixed precision policy would.
+    ``cast_to``: dtype that inputs are cast to, as a mixed precision policy would.
     """
 
-    def __init__(self, program: Program, model: Any, trap: Trap, rank: int, cast_to: torch.dtype | None = None) -> None:
-        self.program = program
-        self.model = model
-        self.trap = trap
-        self.rank = rank
-        self.dtype = DTYPES[program.dtype]
-        self.cast_to = cast_to
-        self._batches = 0
+    program: Program
+    model: Any
+    trap: Trap
+    rank: int
+    cast_to: torch.dtype | None = None
+    batches: int = 0
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return DTYPES[self.program.dtype]
 
     def run(self) -> Iterator[Event]:
         """All steps."""
@@ -128,8 +126,8 @@ class Loop:
         return loss, [side.to(self.dtype) for side in self._collect()], x
 
     def _batch(self) -> Tensor:
-        self._batches += 1
-        generator = torch.Generator().manual_seed(1000 * self.rank + self._batches)
+        self.batches += 1
+        generator = torch.Generator().manual_seed(1000 * self.rank + self.batches)
         return torch.randn(ROWS, self.program.width, generator=generator, dtype=torch.float64).to(self.dtype)
 
     def _collect(self) -> list[Tensor]:
@@ -162,12 +160,9 @@ def _losses(micro: Micro, mains: list[Tensor], sides: list[list[Tensor]]) -> lis
         aside = sum(side[1:], side[0]) if side else None
         if aside is None or micro.sides == "drop":
             pairs.append([main])
-        elif micro.sides == "only":
-            pairs.append([aside])
-        elif micro.sides == "sum":
-            pairs.append([main + aside])
         else:
-            pairs.append([aside, main] if micro.sides == "first" else [main, aside])
+            ways = {"only": [aside], "sum": [main + aside], "first": [aside, main], "last": [main, aside]}
+            pairs.append(ways[micro.sides])
     if micro.order == "reversed":
         pairs.reverse()
     if micro.order == "together":
