@@ -116,16 +116,10 @@ def _commit() -> str:
 def _broken(all_jobs: list[Job]) -> list[Job]:
     """The jobs; those of parts that a test names run functions of test_script.py instead."""
     broken: dict[str, list[str]] = json.loads(os.environ.get("SHARDKIT_GPU_TESTS_BREAK", "{}"))
-    made = [
-        Job(
-            part,
-            "broken",
-            tuple(Check(one, f"test_script:{one}", limit=1 if one == "hang" else 60) for one in ways),
-            90,
-            "none",
-        )
-        for part, ways in broken.items()
-    ]
+    made = []
+    for part, ways in broken.items():
+        checks = tuple(Check(one, f"test_script:{one}", limit=1 if one == "hang" else 60) for one in ways)
+        made.append(Job(part, "broken", checks, 90, "none"))
     return [*made, *(job for job in all_jobs if job.part not in broken)]
 
 

@@ -112,10 +112,9 @@ def reused_input(place: Place) -> dict[str, str]:
                 seen.append(model(buffer).sum())
                 buffer.fill_(float("nan"))
         said[engine] = "right" if torch.equal(torch.stack(seen), torch.stack(expected)) else "wrong"
-    found = {**said, "text": f"stock is {said['stock']}"}
-    return found | (
-        {"wrong": f"the model saw values that were written later; {found['text']}"} if said["ours"] == "wrong" else {}
-    )
+    text = f"stock is {said['stock']}"
+    wrong = {"wrong": f"the model saw values that were written later; {text}"} if said["ours"] == "wrong" else {}
+    return {**said, "text": text, **wrong}
 
 
 def failed_launch(place: Place) -> None:

@@ -30,10 +30,8 @@ class Network:
     context: int
 
     def inputs(self, device: torch.device | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        shape = (self.batch, self.context)
-        return torch.randint(self.vocabulary, shape, device=device), torch.randint(
-            self.vocabulary, shape, device=device
-        )
+        tokens, targets = torch.randint(self.vocabulary, (2, self.batch, self.context), device=device)
+        return tokens, targets
 
 
 def _gpt(vocabulary: int, width: int, hidden: Sequence[int], batch: int, context: int) -> Network:

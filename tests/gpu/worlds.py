@@ -116,7 +116,11 @@ class Mirror(dist.ProcessGroup):
         began = _slept("gather")
         rows = [output.view(self._world, -1).unbind() for output in outputs]
         flat = [one.view(-1) for one in inputs]
-        others = [(row, own) for some, own in zip(rows, flat, strict=True) for row in _but(some, self._rank)]
+        others = [
+            (row, own)
+            for some, own in zip(rows, flat, strict=True)
+            for row in (*some[: self._rank], *some[self._rank + 1 :])
+        ]
         if others:
             torch._foreach_copy_(*map(list, zip(*others, strict=True)))
         own = [some[self._rank] for some in rows]
@@ -174,10 +178,6 @@ def _one_rank(timeout: timedelta) -> dist.ProcessGroup:
     group._set_default_backend(kind)
     group._register_backend(torch.device(DEVICE), kind, backend)
     return group
-
-
-def _but(rows: Sequence[Any], rank: int) -> list[Any]:
-    return [row for place, row in enumerate(rows) if place != rank]
 
 
 def _slept(kind: str) -> float:

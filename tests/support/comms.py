@@ -7,14 +7,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-class RankOrderReduceScatter:
-    """A reduce-scatter that adds the ranks' inputs in rank order, and divides the sum last."""
+class _Counting:
+    """Counts its calls."""
 
     def __init__(self) -> None:
         self.calls = 0
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
+
+
+class RankOrderReduceScatter(_Counting):
+    """A reduce-scatter that adds the ranks' inputs in rank order, and divides the sum last."""
 
     def __call__(
         self,
@@ -38,14 +42,8 @@ class RankOrderReduceScatter:
         output_tensor.copy_(total.view_as(output_tensor))
 
 
-class CountingAllGather:
+class CountingAllGather(_Counting):
     """A plain all-gather that counts its calls."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False

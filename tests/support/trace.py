@@ -84,11 +84,7 @@ def _snapshot(value: Any) -> Any:
     else:
         return value
     facts |= {
-        "type": "Parameter"
-        if isinstance(value, nn.Parameter)
-        else "DTensor"
-        if isinstance(value, DTensor)
-        else "Tensor",
+        "type": next(kind.__name__ for kind in (nn.Parameter, DTensor, Tensor) if isinstance(value, kind)),
         "local shape": tuple(local.shape),
         "dtype": local.dtype,
         "device": local.device.type,
@@ -119,7 +115,7 @@ def assert_same(expected: Trace, seen: Trace, tolerance: Tolerance = EXACT) -> N
 
 def _differences(expected: Any, seen: Any, tolerance: Tolerance) -> Iterator[str]:
     if not isinstance(expected, _TensorRecord) or not isinstance(seen, _TensorRecord):
-        if isinstance(expected, _TensorRecord) or isinstance(seen, _TensorRecord) or expected != seen:
+        if expected != seen:
             yield f"expected {_brief(expected)}, got {_brief(seen)}"
         return
     facts = {**expected.facts, **seen.facts}

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 _PATIENCE = 40.0  # less than the timeout of run_ranks: a failure then names the event
 
@@ -12,7 +13,7 @@ def await_file(path: Path, event: str) -> None:
     await_true(path.exists, event)
 
 
-def await_true(condition: Callable[[], bool], event: str) -> None:
+def await_true(condition: Callable[[], Any], event: str = "what a test waits for") -> None:
     """Waits until a condition holds.
 
     Raises:

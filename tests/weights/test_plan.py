@@ -83,9 +83,7 @@ def test_a_box_is_cut_into_parts_that_fit(bounds, most):
     parts = list(cut(box, most))
     assert all(numel(part) <= most for part in parts)
     cells = [cell for part in parts for cell in itertools.product(*(range(*run) for run in part))]
-    assert cells == list(itertools.product(*(range(*run) for run in box))) or sorted(cells) == sorted(
-        itertools.product(*(range(*run) for run in box))
-    )
+    assert sorted(cells) == list(itertools.product(*(range(*run) for run in box)))
 
 
 @pytest.mark.parametrize(

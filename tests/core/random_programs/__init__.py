@@ -6,5 +6,5 @@ training     its training loop, as a stream of events
 single       the gradients that one process gets
 ranks        the same under fully_shard, and its outcome
 strategies   how programs are drawn from a seed
-campaign     many programs; ``python -m tests.core.random_programs --count 20000 --seed 1``
+__main__     many programs: ``python -m tests.core.random_programs --count 20000 --seed 1``
 """

@@ -33,7 +33,7 @@ from tests.support import RankFailure, RankTimeout, run_ranks
 
 _BATCH = 25  # a launch takes as long as several programs
 _PATIENCE = timedelta(seconds=20)
-_LATE = 0.0005
+_LATE = 0.0005  # seconds that every gather starts later than on its peers, on the rank that is to be late
 
 
 @dataclass(frozen=True)
@@ -82,9 +82,8 @@ def _run_batch(world: int, programs: list[Program], timeout: float) -> list[Outc
 
 def _verdict(outcomes: tuple[Outcome, ...]) -> Outcome:
     kinds = {outcome.kind for outcome in outcomes}
-    for kind in ("wrong", "unnamed"):
-        if kind in kinds:
-            return next(outcome for outcome in outcomes if outcome.kind == kind)
+    if bad := [outcome for outcome in outcomes if outcome.kind in ("wrong", "unnamed")]:
+        return bad[0]
     if len(kinds) > 1:
         text = "\n".join(f"rank {rank}: {one.kind}: {one.message}" for rank, one in enumerate(outcomes))
         return Outcome("differs", f"the ranks end differently\n{text}")
@@ -115,7 +114,7 @@ def run_one(rank: int, program: Program) -> Outcome:
     sharded = None
     try:
         sharded = Sharded(rank, program)
-        with _late(rank, program):
+        with events.subscribe(_late) if program.policy.late == rank else contextlib.nullcontext():
             sharded.run(expected)
         return Outcome("equal")
     except AssertionError as error:
@@ -137,19 +136,9 @@ def run_one(rank: int, program: Program) -> Outcome:
             sharded.clean_up()
 
 
-@contextlib.contextmanager
-def _late(rank: int, program: Program) -> Iterator[None]:
-    """On the rank that is to be late every gather starts half a millisecond later than on its peers."""
-    if program.policy.late != rank:
-        yield
-        return
-
-    def wait(event: events.Event) -> None:
-        if isinstance(event, events.GatherStarted):
-            time.sleep(_LATE)
-
-    with events.subscribe(wait):
-        yield
+def _late(event: events.Event) -> None:
+    if isinstance(event, events.GatherStarted):
+        time.sleep(_LATE)
 
 
 class Sharded:
