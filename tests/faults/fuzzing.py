@@ -29,6 +29,17 @@ def takes_at_most(mib: int) -> Iterator[None]:
     assert rise < mib << 10, f"took {rise >> 10} MiB for a few kilobytes"
 
 
+class Reduced:
+    """Pickled as one call."""
+
+    def __init__(self, *call: Any) -> None:
+        self.call = call
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        function, *args = self.call
+        return function, tuple(args)
+
+
 def with_bytes(data: bytes, generator: random.Random) -> bytes:
     found = bytearray(data)
     for _ in range(generator.randint(1, 4)):

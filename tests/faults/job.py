@@ -13,6 +13,7 @@ import time
 import traceback
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -163,23 +164,18 @@ def _attempt(path: Path, attempt: int, fault: Fault | None) -> tuple[list[int | 
     ]
     for process in ranks:
         process.start()
-    deadline, late = time.monotonic() + _ATTEMPT_TIMEOUT, 0
-    grace: float | None = None
+    running, patience = {process.sentinel: process for process in ranks}, _ATTEMPT_TIMEOUT
     try:
-        while any(process.is_alive() for process in ranks):
-            if grace is None and any(process.exitcode not in (None, 0) for process in ranks):
-                grace = time.monotonic() + _GRACE  # the others may tell why they cannot go on either
-            if grace is not None and time.monotonic() > grace:
-                break
-            if time.monotonic() > deadline:
-                late = sum(process.is_alive() for process in ranks)
-                break
-            time.sleep(0.005)
+        while running and (ended := wait(list(running), patience)):
+            for process in [running.pop(sentinel) for sentinel in ended]:
+                process.join()
+                if process.exitcode:
+                    patience = _GRACE  # the others may tell why they cannot go on either
     finally:
         for process in ranks:
             process.kill()
             process.join()
-    return [process.exitcode for process in ranks], late
+    return [process.exitcode for process in ranks], len(running) if patience == _ATTEMPT_TIMEOUT else 0
 
 
 def left_behind(path: Path, removal_failed: bool = False) -> list[str]:

@@ -8,7 +8,6 @@ import json
 import os
 import random
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,23 +19,15 @@ from shardkit.core.checkpoint.index import MANIFEST, seal, unseal
 from shardkit.core.checkpoint.leaves import LeftOut
 from shardkit.core.checkpoint.reading import read_objects, stored_tensors
 from shardkit.core.checkpoint.sources import weights_of_files
-from tests.core.checkpoint.trainee import saved
-from tests.faults.fuzzing import fuzzed, takes_at_most, with_bytes, with_values
+from tests.core.checkpoint.trainee import Held, saved
+from tests.faults.fuzzing import Reduced, fuzzed, takes_at_most, with_bytes, with_values
 
-
-class Everything:
-    """User state with values of all kinds."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"a": [torch.arange(4), {"b": (1, 2.5, "c")}], "empty": {}, 3: True, "bytes": b"xyz"}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass
+EVERYTHING = {"a": [torch.arange(4), {"b": (1, 2.5, "c")}], "empty": {}, 3: True, "bytes": b"xyz"}
 
 
 @pytest.fixture
 def ours(tmp_path: Path) -> Path:
-    saved(tmp_path, TrainingState(torch.nn.Linear(4, 3), user={"user": Everything()}), 1)
+    saved(tmp_path, TrainingState(torch.nn.Linear(4, 3), user={"user": Held(EVERYTHING)}), 1)
     return tmp_path / "step-000001"
 
 
@@ -118,17 +109,9 @@ def test_changed_bytes_of_a_file(suffix: str, tmp_path: Path):
     run()
 
 
-class _Runs:
-    def __init__(self, marker: str) -> None:
-        self.marker = marker
-
-    def __reduce__(self) -> Any:
-        return (os.mkdir, (self.marker,))
-
-
 def test_an_object_that_would_run_code(tmp_path: Path):
     marker = tmp_path / "ran"
-    dcp.save({"step": _Runs(str(marker))}, checkpoint_id=tmp_path / "evil", no_dist=True)
+    dcp.save({"step": Reduced(os.mkdir, str(marker))}, checkpoint_id=tmp_path / "evil", no_dist=True)
     with pytest.raises(CheckpointError, match=r"step in .* holds more than tensors .* refused: .*posix.mkdir"):
         read_all(tmp_path / "evil")
     assert not marker.exists()

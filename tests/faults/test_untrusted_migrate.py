@@ -36,8 +36,6 @@ from tests.support.meshes import rank_mesh
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 FORMATS = ("full", "sharded", "dtensors", "local", "local_flat", "distributed", "safetensors")
-INPUTS = dict.fromkeys((*FORMATS, "json"), 0)
-REFUSED = dict.fromkeys(INPUTS, 0)
 SHAPES = {"a": (6, 3), "b": (4,), "c": (5, 2)}
 
 
@@ -77,16 +75,15 @@ def read_all(path: Path) -> int:
     return sum(slab.nbytes for one in checkpoint.tensors.values() for slab in one.slabs())
 
 
-def check(kind: str, path: Path, read: Callable[[Path], object] = read_all, *, named: bool = True) -> None:
-    INPUTS[kind] += 1
+def refused(path: Path, read: Callable[[Path], object] = read_all, *, named: bool = True) -> bool:
     text = None
     with takes_at_most(64):
         try:
             read(path)
         except CheckpointError as error:
-            REFUSED[kind] += 1
             text = str(error)
     assert text is None or ("\n" not in text and (str(path) in text or not named)), text
+    return text is not None
 
 
 # -- changes of files --------------------------------------------------------------------------------------------------
@@ -158,7 +155,7 @@ def changed(path: Path, generator: random.Random) -> bytes:
 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_changed_files(written: dict[str, Path], tmp_path: Path, kind: str):
-    target = tmp_path / kind
+    target, seen = tmp_path / kind, set[bool]()
 
     @fuzzed
     def run(generator: random.Random) -> None:
@@ -167,10 +164,10 @@ def test_changed_files(written: dict[str, Path], tmp_path: Path, kind: str):
         files = [one for one in target.iterdir() if one.name != "migration.json"]
         victim = generator.choice(sorted(files))
         victim.write_bytes(changed(victim, generator))
-        check(kind, target)
+        seen.add(refused(target))
 
     run()
-    assert 0 < REFUSED[kind] < INPUTS[kind], "some are refused, some say the same as before"
+    assert len(seen) == 2, "some are refused, some say the same as before"
 
 
 def test_changed_json(written: dict[str, Path], tmp_path: Path):
@@ -179,7 +176,7 @@ def test_changed_json(written: dict[str, Path], tmp_path: Path):
     @fuzzed
     def run(generator: random.Random) -> None:
         path.write_bytes(changed(written["config.json"], generator))
-        check("json", path, wrapping_of_file)
-        check("json", path, lambda one: open_checkpoint(written["local"], shapes_of_file(one)), named=False)
+        refused(path, wrapping_of_file)
+        refused(path, lambda one: open_checkpoint(written["local"], shapes_of_file(one)), named=False)
 
     run()

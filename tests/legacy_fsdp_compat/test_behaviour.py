@@ -3,7 +3,6 @@
 import importlib
 import inspect
 import re
-import warnings
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ import torch.distributed.fsdp.wrap as stock_wrap
 
 import shardkit.legacy_fsdp_compat as ours
 import shardkit.legacy_fsdp_compat.wrap as our_wrap
-from scripts.workspace import ROOT
 from tests.legacy_fsdp_compat.behaviour import (
     ARGUMENTS,
     CASES,
@@ -35,9 +33,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 def seen(engine: Engine, number: int) -> Any:
     """The result of a case with one engine. If it raises: the type of the error, and the message."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return CASES[number].run(engine), ""
+        return CASES[number].run(engine), ""
     except Exception as error:  # noqa: BLE001 - whichever it is, it is the result
         return type(error).__name__, str(error)
 
@@ -61,10 +57,7 @@ def equal(one: Any, other: Any) -> bool:
 def test_case(rank: int, world_size: int, number: int) -> None:
     case = CASES[number]
     (theirs, _), (mine, message) = (seen(Engine(name, rank), number) for name in ("stock", "ours"))
-    kind, _, text = case.verdict.partition(": ")
-    same = equal(theirs, mine)
-    assert kind in ("same", "differs", "refused"), case.verdict
-    assert bool(text) == (kind != "same"), case.verdict
+    kind, same = case.verdict.partition(": ")[0], equal(theirs, mine)
     assert kind != "refused" or case.error in message, f"ours gives {mine!r} {message[:300]!r}"
     assert same == (kind == "same"), f"stock gives {theirs!r} and ours {mine!r} {message[:300]!r}"[:1500]
 
@@ -85,8 +78,7 @@ SUBMODULES = {"api", "fully_sharded_data_parallel", "sharded_grad_scaler", "wrap
 
 def table(heading: str) -> dict[str, str]:
     """First and second column of the table below a heading."""
-    text = (ROOT / "docs" / "reference" / "legacy_fsdp.md").read_text()
-    section = text.split(f"## {heading}\n")[1].split("\n## ")[0]
+    section = DOCUMENT.read_text().split(f"## {heading}\n")[1].split("\n## ")[0]
     return dict(re.findall(r"^\| `(\w+)` \| (\w+) \|", section, re.MULTILINE))
 
 

@@ -45,11 +45,6 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05)
 
 
-def alone(world_size: int) -> dict[str, Any]:
-    """The weights of the same training in one process."""
-    return dict(both.alone(world_size)[0].state_dict())
-
-
 class Below(nn.Linear):
     """Takes an input beside the first."""
 
@@ -132,7 +127,7 @@ def test_cpu_offload_and_rank0_only(rank: int, world_size: int, strategy: str) -
     if rank:
         assert state == {}
         return
-    assert_same_tensors(alone(world_size), state, **TOLERANCE)
+    assert_same_tensors(both.alone(world_size)[0].state_dict(), state, **TOLERANCE)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +147,7 @@ def test_hybrid_sharding(rank: int, world_size: int, by: str, strategy: str) -> 
     assert (model.world_size, model.rank) == (2, rank % 2)
     assert model.sharding_strategy is OURS.api.ShardingStrategy[strategy]
     train(model, sgd(model), rank, range(3))
-    assert_same_tensors(alone(world_size), OURS.state(model), **TOLERANCE)
+    assert_same_tensors(both.alone(world_size)[0].state_dict(), OURS.state(model), **TOLERANCE)
     with OURS.of_type("SHARDED", model):
         value = model.state_dict()["inp.weight"]
     assert isinstance(value, DTensor) == ("mesh" in by)
@@ -184,16 +179,16 @@ def test_errors_of_the_constructor(rank: int, world_size: int) -> None:
     assert getattr(model, "_handle", None) is None
 
 
-COMPRESSING = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
-
-
-@pytest.mark.parametrize(("kind", "strategy"), [("fp16", "FULL_SHARD"), ("bf16", "NO_SHARD")])
+@pytest.mark.parametrize(
+    ("hook", "strategy"),
+    [(default_hooks.fp16_compress_hook, "FULL_SHARD"), (default_hooks.bf16_compress_hook, "NO_SHARD")],
+)
 @on_ranks(2)
-def test_compressing_communication_hooks(rank: int, world_size: int, strategy: str, kind: str) -> None:
+def test_compressing_communication_hooks(rank: int, world_size: int, strategy: str, hook: Any) -> None:
     seen = {}
     for engine in (STOCK, OURS):
         model = engine.wrapped(Setting(strategy))
-        state, hook = default_hooks.LowPrecisionState(dist.group.WORLD), COMPRESSING[kind]
+        state = default_hooks.LowPrecisionState(dist.group.WORLD)
         with pytest.raises((AssertionError, ValueError)):
             model.register_comm_hook(state, "not callable")
         model.register_comm_hook(state, hook)

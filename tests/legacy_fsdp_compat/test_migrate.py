@@ -31,6 +31,7 @@ from shardkit.legacy_fsdp_compat.migrate.command import main
 from shardkit.legacy_fsdp_compat.migrate.conversion import FORMATS, LOCAL, SHARDED
 from shardkit.legacy_fsdp_compat.migrate.rank_files import StoredShards, leaves_of_file
 from tests.core.checkpoint.trainee import whole
+from tests.faults.fuzzing import Reduced
 from tests.legacy_fsdp_compat.both import OURS, STOCK, Engine, Setting, build, shapes_of, tensors_of, train
 from tests.support import rank_mesh, run_ranks
 from tests.support.sharding import shard_each
@@ -190,10 +191,6 @@ def test_fsdp2_and_core_load_what_was_converted(written: Any, engine: str, kind:
 # -- interruption and damage -------------------------------------------------------------------------------------------
 
 
-class Interruption(Exception):
-    pass
-
-
 def at_tensor(number: int, call: Callable[[], Any]) -> Callable[[int], None]:
     """For `progress` of a conversion: makes the call when that many tensors were written, the first of them noted."""
     seen = itertools.count(1)
@@ -202,12 +199,8 @@ def at_tensor(number: int, call: Callable[[], Any]) -> Callable[[int], None]:
 
 def interrupted(source: Path, out: Path, to: str, number: int) -> Path:
     """A conversion that ends while it writes that tensor; returns its journal."""
-
-    def interrupt() -> None:
-        raise Interruption
-
-    with pytest.raises(Interruption):
-        convert(open_checkpoint(source), out, to, progress=at_tensor(number, interrupt))
+    with pytest.raises(ZeroDivisionError):
+        convert(open_checkpoint(source), out, to, progress=at_tensor(number, lambda: 1 / 0))
     assert not out.exists()
     return out.with_name(f"{out.name}.partial") / "journal.jsonl"
 
@@ -286,15 +279,11 @@ def copied(written: Any, tmp_path) -> Path:
     return tmp_path / "copy"
 
 
-class Evil:
-    def __reduce__(self) -> Any:
-        return print, ("ran",)
-
-
 def halve(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
+EVIL = Reduced(print, "ran")
 DAMAGES: list[tuple[str, Callable[[Path], Any], str]] = [
     ("SHARDED/checkpoint-rank1.pt", Path.unlink, r"ranks \[0, 1\], but there is no file of rank 1"),
     ("SHARDED-DCP/__1_0.distcp", Path.unlink, r"__1_0.distcp does not exist"),
@@ -304,10 +293,10 @@ DAMAGES: list[tuple[str, Callable[[Path], Any], str]] = [
     ("SHARDED-DCP/__1_0.distcp", halve, "__1_0.distcp"),
     (
         "FULL/checkpoint.pt",
-        lambda path: torch.save({"a": Evil()}, path),
+        lambda path: torch.save({"a": EVIL}, path),
         r"checkpoint.pt holds more than tensors.*print",
     ),
-    ("SHARDED-DCP/.metadata", lambda path: path.write_bytes(pickle.dumps(Evil())), "builtins.print is not allowed"),
+    ("SHARDED-DCP/.metadata", lambda path: path.write_bytes(pickle.dumps(EVIL)), "builtins.print is not allowed"),
 ]
 
 

@@ -41,14 +41,13 @@ def local_files(tmp_path_factory) -> Path:
     return directory
 
 
-def converted(source: Path, target: Path, model: str, to: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
-    """The exit status, and the last line that was printed."""
+def assert_refused(source: Path, target: Path, model: str, to: str, message: str, capsys: Any) -> None:
+    """In one line, and nothing is written."""
     ranks = [] if to == "dcp" else ["--ranks", "2"]
-    status = main([str(source), str(target), "--to", to, *ranks, "--no-progress", "--model", model])
-    assert target.exists() == (status == 0)
-    assert not target.with_name(target.name + ".partial").exists()
-    shown = capsys.readouterr()
-    return status, (shown.err if status else shown.out).splitlines()[-1]
+    assert main([str(source), str(target), "--to", to, *ranks, "--no-progress", "--model", model]) == 2
+    assert not target.exists() and not target.with_name(target.name + ".partial").exists()
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert re.search(f"^error: .*{message}", said), said
 
 
 def fails() -> nn.Module:
@@ -106,9 +105,7 @@ def test_functions(case: str, local_files: Path, tmp_path, capsys, monkeypatch):
     called, message = FUNCTIONS.get(case, (Net, "has no 'Net.__init__', expected a function"))
     monkeypatch.setattr(f"{__name__}.CALLED", called)
     name = "CALLED" if case in FUNCTIONS else "Net.__init__"
-    status, said = converted(local_files, tmp_path / "out", f"{__name__}:{name}", "dcp", capsys)
-    assert status == 2
-    assert re.search(f"^error: .*{message}", said), said
+    assert_refused(local_files, tmp_path / "out", f"{__name__}:{name}", "dcp", message, capsys)
 
 
 def per_module(**arguments: Any) -> Any:
@@ -176,9 +173,7 @@ def test_arguments(case: str, tmp_path, capsys, monkeypatch):
     arguments = made(model)
     torch.save(model.state_dict(), tmp_path / "full.pt")
     monkeypatch.setattr(f"{__name__}.CALLED", lambda: (model, arguments))
-    status, said = converted(tmp_path / "full.pt", tmp_path / "out", f"{__name__}:CALLED", "local", capsys)
-    assert status == 2
-    assert re.search(f"^error: .*{message}", said), said
+    assert_refused(tmp_path / "full.pt", tmp_path / "out", f"{__name__}:CALLED", "local", message, capsys)
 
 
 def of(text: str) -> str:

@@ -24,6 +24,7 @@ from shardkit.legacy_fsdp_compat.migrate import CheckpointError, convert, open_c
 from shardkit.legacy_fsdp_compat.migrate.command import main
 from shardkit.legacy_fsdp_compat.migrate.rank_files import ALLOWED
 from shardkit.legacy_fsdp_compat.torch_compat import PickledShards
+from tests.faults.fuzzing import Reduced
 from tests.support.twins import assert_equal
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -226,17 +227,6 @@ def test_what_is_left_out(tmp_path, capsys):
     left = open_checkpoint(tmp_path / "out")
     assert {name_of(path) for path in (*left.tensors, *left.objects)} == {"model.a", "model.ab", "extra.seen"}
     assert "'o', which is to be left out" in refused(capsys, tmp_path / "full.pt", tmp_path / "2", "--without", "o")
-
-
-class Reduced:
-    """Pickled as one call."""
-
-    def __init__(self, *call: Any) -> None:
-        self.call = call
-
-    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
-        function, *args = self.call
-        return function, tuple(args)
 
 
 def _read(value: Any) -> Any:

@@ -214,10 +214,6 @@ SPECS = {
     "packed": TPSpec(packed_model, PACKED_PLAN, _features),
 }
 NAMES = {2: ("dp", "tp"), 3: ("dp_replicate", "dp_shard", "tp")}
-OPTIMIZERS = {
-    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3),
-    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
-}
 
 
 class Experts(nn.Module):

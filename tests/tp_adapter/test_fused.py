@@ -17,15 +17,9 @@ from tests.tp_adapter.trainee import Trainee
 @pytest.mark.parametrize(
     ("name", "shape"),
     [
-        ("language", (2, 2)),
-        ("uneven_language", (2, 2)),
-        ("fused", (2, 2)),
-        ("packed", (2, 2)),
-        ("packed", (4, 1)),
-        ("fused", (1, 2, 2)),
-        ("grouped", (2, 2)),
-        ("grouped", (4, 1)),
-        ("grouped", (1, 2, 2)),
+        *((name, (2, 2)) for name in ("language", "uneven_language", "fused", "packed", "grouped")),
+        *((name, (4, 1)) for name in ("packed", "grouped")),
+        *((name, (1, 2, 2)) for name in ("fused", "grouped")),
     ],
     ids=str,
 )

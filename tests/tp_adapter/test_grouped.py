@@ -24,7 +24,7 @@ from shardkit.tp_adapter import (
 from shardkit.tp_adapter.logical_tensor import LogicalTensor
 from tests.support import on_ranks, rank_mesh, run_ranks
 from tests.support.twins import assert_equal
-from tests.tp_adapter.models import HEADS, OPTIMIZERS, PROJECTIONS, SPECS, fused_model, grouped_model, shard
+from tests.tp_adapter.models import HEADS, PROJECTIONS, SPECS, fused_model, grouped_model, shard
 from tests.tp_adapter.trainee import Trainee
 
 PACKED = SubBlocks(PROJECTIONS, sizes=HEADS.sizes)
@@ -54,7 +54,7 @@ def trainee_of(name: str, shape: tuple[int, ...], seed: int, dim: int | None) ->
     for block, kind in itertools.product(model.blocks, ("weight", "bias")):
         declare_sub_blocks(block.qkv_proj, kind, PACKED)
     shard(model, shardkit, rank_mesh(shape, ("dp",)))
-    return Trainee(model, OPTIMIZERS["adamw"](model.parameters()), SPECS[name].loss).trained(seed)
+    return Trainee(model, SPECS[name].loss).trained(seed)
 
 
 def whole_of(entry: torch.Tensor) -> torch.Tensor:
@@ -98,7 +98,7 @@ def load_separate(rank: int, world_size: int, path: Path, name: str) -> dict[str
     for block in model.blocks:
         shardkit.fully_shard(block)
     shardkit.fully_shard(model)
-    trainee = Trainee(model, torch.optim.AdamW(model.parameters()), SPECS[name].loss)
+    trainee = Trainee(model, SPECS[name].loss)
     state = trainee.state()
     dcp.load(state, checkpoint_id=path, planner=CheckedLoadPlanner())
     dcp.save(state, checkpoint_id=path.with_name("separate"))

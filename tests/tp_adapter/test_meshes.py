@@ -18,20 +18,12 @@ from tests.support.trace import Trace, assert_same
 from tests.support.twins import Twins, assert_close, batch
 from tests.tp_adapter.models import mixture
 
-FULL = {
-    (2, 2): ("dp", "tp"),
-    (1, 2, 2): ("dp_replicate", "dp_shard", "tp"),
-    (2, 2, 1): ("dp_shard", "cp", "tp"),
-    (2, 1, 2): ("dp_shard", "cp", "tp"),
+FULL: dict[tuple[int, ...], tuple[tuple[str, ...], dict[str, Any]]] = {
+    (2, 2): (("dp", "tp"), {"shard": "dp"}),
+    (1, 2, 2): (("dp_replicate", "dp_shard", "tp"), {"shard": "dp_shard", "replicate": "dp_replicate"}),
+    (2, 2, 1): (("dp_shard", "cp", "tp"), {"shard": ("dp_shard", "cp")}),
+    (2, 1, 2): (("dp_shard", "cp", "tp"), {"shard": ("dp_shard", "cp")}),
 }
-
-
-def dims(api: Any, shape: tuple[int, ...]) -> Any:
-    if len(shape) == 2:
-        return api.DataParallelMeshDims(shard="dp")
-    if "cp" in FULL[shape]:
-        return api.DataParallelMeshDims(shard=("dp_shard", "cp"))
-    return api.DataParallelMeshDims(shard="dp_shard", replicate="dp_replicate")
 
 
 def full_mesh_model(mesh: Any) -> nn.Module:
@@ -50,9 +42,10 @@ def full_mesh_model(mesh: Any) -> nn.Module:
 
 def train_full_mesh(rank: int, api: Any, shape: tuple[int, ...], spread: bool) -> Trace:
     """Two steps; a batch that is spread over the data-parallel axes leaves gradients that are Partial over them."""
-    mesh = rank_mesh(shape, FULL[shape])
+    names, dims = FULL[shape]
+    mesh = rank_mesh(shape, names)
     model = full_mesh_model(mesh)
-    api.fully_shard(model, mesh=mesh, dp_mesh_dims=dims(api, shape))
+    api.fully_shard(model, mesh=mesh, dp_mesh_dims=api.DataParallelMeshDims(**dims))
     if api is stock:
         sum_in_rank_order(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

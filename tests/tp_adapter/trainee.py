@@ -19,16 +19,18 @@ import shardkit.core as shardkit
 from shardkit.core.checkpoint import CheckpointManager, TrainingState
 from shardkit.tp_adapter import CheckedLoadPlanner
 from tests.core.checkpoint.trainee import whole
-from tests.tp_adapter.models import OPTIMIZERS, SPECS, axes, shard
+from tests.tp_adapter.models import SPECS, axes, shard
 
 
 @dataclass
 class Trainee:
-    """A sharded model, with an optimizer that has states; ``loss(model, seed)`` is that of a micro-batch."""
+    """A sharded model, with an optimizer; ``loss(model, seed)`` is that of a micro-batch."""
 
     model: Any
-    optimizer: torch.optim.Optimizer
     loss: Callable[[Any, int], torch.Tensor]
+
+    def __post_init__(self) -> None:
+        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, eps=1e-3)
 
     @classmethod
     def of(cls, name: str, shape: tuple[int, ...], seed: int, api: Any = shardkit, **options: Any) -> "Trainee":
@@ -37,7 +39,7 @@ class Trainee:
         data, tensor = axes(shape)
         SPECS[name].parallelize(model, tensor)
         shard(model, api, data, **options)
-        return cls(model, OPTIMIZERS["adamw"](model.parameters()), SPECS[name].loss).trained(seed)
+        return cls(model, SPECS[name].loss).trained(seed)
 
     def trained(self, seed: int) -> "Trainee":
         """Itself, after a step."""

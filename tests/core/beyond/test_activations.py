@@ -388,7 +388,7 @@ def test_what_ends_early_leaves_nothing_behind(tmp_path: Path) -> None:
     offload = offload_activations(model, directory=tmp_path, min_bytes=0)
     x = torch.randn(4, 64)
     for error in (ValueError, KeyboardInterrupt):
-        handle = model[1].register_forward_pre_hook(partial(_raise, error))
+        handle = model[1].register_forward_pre_hook(mock.Mock(side_effect=error))
         with pytest.raises(error):
             model(x)
         handle.remove()
@@ -398,10 +398,6 @@ def test_what_ends_early_leaves_nothing_behind(tmp_path: Path) -> None:
     pool = weakref.ref(offload._pool)
     del model, offload, handle
     assert pool() is None
-
-
-def _raise(error: type[BaseException], module: nn.Module, args: Any) -> None:
-    raise error
 
 
 def test_threads_run_forward_at_once(tmp_path: Path) -> None:
@@ -444,12 +440,9 @@ def test_copies_have_pages_of_their_own(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*args: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    model = wide(2)
+    model, full = wide(2), OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     offload_activations(model, directory=tmp_path, min_bytes=0)
-    monkeypatch.setattr(os, "posix_fallocate", full)
+    monkeypatch.setattr(os, "posix_fallocate", mock.Mock(side_effect=full))
     with pytest.raises(RuntimeError, match=f"{tmp_path}.*No space left on device; pass a smaller host_bytes"):
         model(torch.randn(4, 64))
     assert not list(tmp_path.iterdir())

@@ -285,9 +285,6 @@ def test_an_interrupted_save_is_whole_or_fails(
         if thread.name == "checkpoint-2":
             raise KeyboardInterrupt
 
-    def interrupt(*args: Any) -> None:
-        raise KeyboardInterrupt
-
     manager = CheckpointManager(tmp_path / "saved")
     manager.save(1, state, blocking=True)
     with pytest.MonkeyPatch.context() as patch:
@@ -296,7 +293,7 @@ def test_an_interrupted_save_is_whole_or_fails(
             patch.setattr(saving, "threading", SimpleNamespace(**(vars(threading) | {"Event": Interrupted})))
             patch.setattr(Interrupted, "left", waits)
             if at == "fill":
-                patch.setattr(saving.LiveImage, "fill", interrupt)
+                patch.setattr(saving.LiveImage, "fill", mock.Mock(side_effect=KeyboardInterrupt))
             if at == "start":
                 patch.setattr(threading.Thread, "start", start_and_raise)
         else:

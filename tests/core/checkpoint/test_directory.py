@@ -10,6 +10,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -89,16 +90,11 @@ def test_a_checkpoint_that_cannot_be_replaced_stays(tmp_path, monkeypatch):
     assert names(tmp_path) == ["step-000001"]
 
 
-def _in_use(*arguments: object, **options: object) -> None:
-    raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY))
-
-
 @pytest.mark.parametrize("again", ["a later save", "the next run"])
-def test_what_cannot_be_removed_fails_no_save(tmp_path, monkeypatch, again: str):
+def test_what_cannot_be_removed_fails_no_save(tmp_path, again: str):
     """As on a network file system, where a file that someone reads stays under another name until it is closed."""
-    manager = saved(tmp_path, STATE, 1, keep=1)
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "rmdir", _in_use)
+    manager, in_use = saved(tmp_path, STATE, 1, keep=1), OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY))
+    with mock.patch.object(os, "rmdir", side_effect=in_use):
         manager.save(1, STATE, blocking=True)
         manager.save(2, STATE, blocking=True)
     assert [one.step for one in manager.checkpoints()] == [2]

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -33,6 +34,7 @@ from shardkit.core.checkpoint.stock_metadata import unpickle_metadata
 from shardkit.core.checkpoint.torch_files import archive_of
 from shardkit.core.checkpoint.writers import DataFile
 from tests.core.checkpoint.trainee import Trainee, flip, save_trained
+from tests.faults.fuzzing import Reduced
 from tests.support import run_ranks
 from tests.support.twins import differences
 
@@ -91,12 +93,9 @@ def test_what_the_system_takes_bit_by_bit(tmp_path, monkeypatch):
     assert (tmp_path / "file").read_bytes() == data
 
 
-def test_a_file_is_written_where_no_thread_can_be_started(tmp_path, monkeypatch):
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    written = write_file(tmp_path / "file", [b"one", b"two"], lambda _: None)
+def test_a_file_is_written_where_no_thread_can_be_started(tmp_path):
+    with mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread")):
+        written = write_file(tmp_path / "file", [b"one", b"two"], lambda _: None)
     assert written.blocks == checksums(b"onetwo")
 
 
@@ -160,15 +159,11 @@ def test_every_flipped_byte_is_found(tmp_path, saved: tuple[Path, list[Any]]):
         verify(path, file)
 
 
-class _Exploit:
-    def __reduce__(self) -> Any:
-        return (os.system, ("touch /tmp/shardkit-exploited",))
-
-
 def test_stock_metadata_runs_nothing(tmp_path):
     dcp.save({"model": {"weight": torch.ones(3)}}, checkpoint_id=tmp_path, no_dist=True)
     assert list(open_index(tmp_path).tensors) == ["model.weight"]
-    for payload in (pickle.dumps(_Exploit()), b"", b"\x80\x02]q\x00."):
+    exploit = Reduced(os.system, "touch /tmp/shardkit-exploited")
+    for payload in (pickle.dumps(exploit), b"", b"\x80\x02]q\x00."):
         (tmp_path / ".metadata").write_bytes(payload)
         with pytest.raises(CheckpointError, match=r"\.metadata"):
             open_index(tmp_path)

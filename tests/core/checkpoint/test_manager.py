@@ -8,6 +8,7 @@ import sys
 import threading
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -159,16 +160,13 @@ def test_what_cannot_be_saved_is_refused_on_all_ranks(rank: int, world_size: int
 
 @on_ranks(2)
 def test_a_write_that_fails_is_reported_everywhere_and_leaves_nothing(rank: int, world_size: int, tmp_path) -> None:
-    def no_space(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    trainee = Trainee((world_size,))
+    trainee, no_space = Trainee((world_size,)), OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     manager = saved(tmp_path, trainee.state, 1)
     for victim in range(world_size):
         failed = f"saving step 2 to {tmp_path} failed on rank {victim}: No space left on device"
         with pytest.MonkeyPatch.context() as patch:
             if rank == victim:
-                patch.setattr(os, "fsync", no_space)
+                patch.setattr(os, "fsync", mock.Mock(side_effect=no_space))
             manager.save(2, trainee.state)
             with pytest.raises(CheckpointError, match=failed):
                 manager.save(3, trainee.state)

@@ -16,7 +16,7 @@ import torch
 
 from shardkit.core.checkpoint import CheckpointError, CheckpointManager, DamagedCheckpointError, TrainingState, saving
 from shardkit.core.checkpoint.command import main
-from tests.core.checkpoint.trainee import restore, save_trained
+from tests.core.checkpoint.trainee import restore, save_trained, saved
 from tests.support import run_ranks
 from tests.support.twins import assert_equal
 
@@ -89,8 +89,7 @@ def test_what_is_incomplete_is_no_checkpoint_and_goes_when_this_run_has_saved(ur
     """A job that only reads must not delete what a run may be writing."""
     state = TrainingState(torch.nn.Linear(3, 2))
     store, key = fsspec.core.url_to_fs(url)
-    manager = CheckpointManager(url)
-    manager.save(1, state, blocking=True)
+    manager = saved(url, state, 1)
     store.makedirs(f"{key}/step-000002.ab", exist_ok=True)
     store.pipe(f"{key}/step-000002.ab/__0_0.distcp", b"half")
     reader = CheckpointManager(url)
@@ -105,9 +104,7 @@ def test_what_is_incomplete_is_no_checkpoint_and_goes_when_this_run_has_saved(ur
 
 def test_a_damaged_one_is_set_aside(url: str):
     state = TrainingState(torch.nn.Linear(3, 2))
-    manager = CheckpointManager(url)
-    for step in (1, 2):
-        manager.save(step, state, blocking=True)
+    manager = saved(url, state, 1, 2)
     store, key = fsspec.core.url_to_fs(str(manager.checkpoints()[1].path))
     data = bytearray(store.cat(f"{key}/__0_0.distcp"))
     data[len(data) // 2] ^= 4
@@ -116,7 +113,7 @@ def test_a_damaged_one_is_set_aside(url: str):
         CheckpointManager(url).restore(state)
     restored = CheckpointManager(url, keep=1).restore(state, fallback=True)
     assert restored is not None and restored.step == 1
-    CheckpointManager(url, keep=1).save(3, state, blocking=True)
+    saved(url, state, 3, keep=1)
     damaged = [f"step-000002/{name}" for name in (*FILES[:2], "manifest.json.damaged")]
     assert objects(url) == [*damaged, *complete(3)]
 
@@ -152,7 +149,7 @@ def test_ranks_save_together_and_others_restore(store: str, tmp_path, request):
 
 
 def test_a_file_url_is_a_directory(tmp_path):
-    CheckpointManager(f"file://{tmp_path}").save(1, TrainingState(torch.nn.Linear(3, 2)), blocking=True)
+    saved(f"file://{tmp_path}", TrainingState(torch.nn.Linear(3, 2)), 1)
     assert [one.name for one in tmp_path.iterdir()] == ["step-000001"]
 
 
