@@ -291,24 +291,20 @@ at::Tensor from_cpu(const at::Tensor& tensor, Accesses& accesses) {
 
 c10::IValue moved_argument(const c10::IValue& value, bool written, const std::string& name, Accesses& accesses) {
   if (value.isDevice() && value.toDevice().type() == kDevice) return c10::Device(c10::kCPU);
-  if (value.isTensor()) {
-    auto tensor = value.toTensor();
+  auto moved = [&](const at::Tensor& tensor) {
     if (is_ours(tensor)) accesses.add(tensor, written);
     return on_cpu(tensor, name);
-  }
+  };
+  if (value.isTensor()) return moved(value.toTensor());
   if (value.isTensorList()) {
     c10::List<at::Tensor> list;
-    for (const at::Tensor& tensor : value.toTensorVector()) {
-      if (is_ours(tensor)) accesses.add(tensor, written);
-      list.push_back(on_cpu(tensor, name));
-    }
+    for (const at::Tensor& tensor : value.toTensorVector()) list.push_back(moved(tensor));
     return list;
   }
   if (value.isOptionalTensorList()) {
     c10::List<std::optional<at::Tensor>> list;
     for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorVector()) {
-      if (tensor && is_ours(*tensor)) accesses.add(*tensor, written);
-      list.push_back(tensor ? std::optional<at::Tensor>(on_cpu(*tensor, name)) : std::nullopt);
+      list.push_back(tensor ? std::optional<at::Tensor>(moved(*tensor)) : std::nullopt);
     }
     return list;
   }

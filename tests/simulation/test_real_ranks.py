@@ -51,20 +51,12 @@ def _held(run: Run, step: int) -> None:
     run.update()
 
 
-def _offload(**given: Any) -> Feature:
-    def options(api: Any, model: Any, world_size: int) -> dict[str, Any]:
-        return {"offload_policy": api.CPUOffloadPolicy(**given)}
-
-    return Feature(frozenset({"offload_policy"}), options)
-
-
 _ON_DEVICE = {
-    "offload": _offload(),
-    "not_pinned": _offload(pin_memory=False),
-    **{
-        name: Feature(frozenset({"schedule"}), schedule=schedule)
-        for name, schedule in {"overlapped": _overlapped, "loaded": _loaded, "held": _held}.items()
-    },
+    "offload": Feature("offload_policy", lambda api, *_: {"offload_policy": api.CPUOffloadPolicy()}),
+    "not_pinned": Feature("offload_policy", lambda api, *_: {"offload_policy": api.CPUOffloadPolicy(pin_memory=False)}),
+    "overlapped": Feature("schedule", schedule=_overlapped),
+    "loaded": Feature("schedule", schedule=_loaded),
+    "held": Feature("schedule", schedule=_held),
 }
 # Shards of "mlp" are uneven, and empty on some ranks.
 _CASES: dict[int, list[tuple[str, str, str]]] = {

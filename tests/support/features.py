@@ -84,16 +84,19 @@ def _output_in_float32(model: nn.Module, api: Any, spec: ModelSpec, options: dic
 # -- calls on the sharded model ----------------------------------------------------------------------------------------
 
 
-def _on_root(method: str, *args: Any) -> Prepare:
-    return lambda model, api, spec: getattr(model, method)(*args)
+def _on_root(**values: Any) -> Prepare:
+    """Calls the setters of these names."""
+    return lambda model, api, spec: _set([model], values)
 
 
-def _on_each(method: str, *args: Any) -> Prepare:
-    def prepare(model: nn.Module, api: Any, spec: ModelSpec) -> None:
-        for module in _sharded(model, api):
-            getattr(module, method)(*args)
+def _on_each(**values: Any) -> Prepare:
+    return lambda model, api, spec: _set(_sharded(model, api), values)
 
-    return prepare
+
+def _set(modules: list[Any], values: dict[str, Any]) -> None:
+    for module in modules:
+        for setter, value in values.items():
+            getattr(module, setter)(value)
 
 
 def _sharded(model: nn.Module, api: Any) -> list[Any]:
@@ -110,12 +113,8 @@ def _prefetch(model: nn.Module, api: Any, spec: ModelSpec) -> None:
 
 
 def _divide_factor(factor: float) -> Feature:
-    def prepare(model: nn.Module, api: Any, spec: ModelSpec) -> None:
-        for module in _sharded(model, api):
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
-            module.set_gradient_divide_factor(factor)
-
-    # On one rank stock divides by the factor twice when told to force sums.
+    # gloo has no PREMUL_SUM. On one rank stock divides by the factor twice when told to force sums.
+    prepare = _on_each(set_force_sum_reduction_for_comms=True, set_gradient_divide_factor=factor)
     return Feature("reduction", prepare=prepare, world_sizes=(2, 3, 4))
 
 
@@ -132,12 +131,7 @@ def _keep_after_forward_later(model: nn.Module, api: Any, spec: ModelSpec) -> No
 
 def _no_unshard_in_backward(model: nn.Module, api: Any, spec: ModelSpec) -> None:
     model.set_reshard_after_forward(False)
-    _on_each("set_unshard_in_backward", False)(model, api, spec)
-
-
-def _reduction_tuning(model: nn.Module, api: Any, spec: ModelSpec) -> None:
-    model.set_separate_reduce_scatter_group(True)
-    model.set_reduce_scatter_max_input_buffers(2)
+    _set(_sharded(model, api), {"set_unshard_in_backward": False})
 
 
 def _scheduled(schedule: Schedule, slots: str = "schedule", **fields: Any) -> Feature:
@@ -192,17 +186,19 @@ FEATURES: dict[str, Feature] = {
     "prefetch": Feature("prefetch apply", prepare=_prefetch),
     "divide_by_3": _divide_factor(3.0),
     "divide_by_8": _divide_factor(8.0),
-    "force_sum": Feature("reduction", prepare=_on_each("set_force_sum_reduction_for_comms", True)),
+    "force_sum": Feature("reduction", prepare=_on_each(set_force_sum_reduction_for_comms=True)),
     "custom_comms": Feature("custom", prepare=_custom_comms, owns_reduction=True),
     "keep_after_backward": Feature(
-        "keep", prepare=_on_root("set_reshard_after_backward", False), reshard_before_update=True
+        "keep", prepare=_on_root(set_reshard_after_backward=False), reshard_before_update=True
     ),
     "keep_after_forward": Feature("reshard_after_forward apply", prepare=_keep_after_forward_later),
-    "reduce_unused": Feature("unused", prepare=_on_root("set_reduce_scatter_unused_params", True)),
-    "unshard_async_op": Feature("unshard", prepare=_on_each("_set_unshard_async_op", True)),
+    "reduce_unused": Feature("unused", prepare=_on_root(set_reduce_scatter_unused_params=True)),
+    "unshard_async_op": Feature("unshard", prepare=_on_each(_set_unshard_async_op=True)),
     "no_unshard_in_backward": Feature("reshard_after_forward", prepare=_no_unshard_in_backward),
-    "all_reduce_hook": Feature("hook", prepare=_on_each("set_all_reduce_hook", lambda reduced: reduced.mul_(0.5))),
-    "reduction_tuning": Feature("tuning", prepare=_reduction_tuning),
+    "all_reduce_hook": Feature("hook", prepare=_on_each(set_all_reduce_hook=lambda reduced: reduced.mul_(0.5))),
+    "reduction_tuning": Feature(
+        "tuning", prepare=_on_root(set_separate_reduce_scatter_group=True, set_reduce_scatter_max_input_buffers=2)
+    ),
     "share_comm_ctx": Feature("share", prepare=lambda model, api, spec: api.share_comm_ctx(_sharded(model, api))),
     # kinds of training step
     "accumulate": _scheduled(schedules.accumulate("set_requires_gradient_sync", True, True, True)),

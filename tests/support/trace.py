@@ -49,17 +49,17 @@ class Trace:
 
     def add_gradients(self, label: str, model: nn.Module, full: bool = False) -> None:
         """Record each parameter's gradient, sharded, and with ``full`` also gathered (collective)."""
-        for fqn, parameter in model.named_parameters():
-            self.add(f"{label}: gradient of {fqn}", parameter.grad)
-            if full and isinstance(parameter.grad, DTensor):
-                self.add(f"{label}: full gradient of {fqn}", parameter.grad.full_tensor())
+        self._add_all(label, "gradient of", {fqn: one.grad for fqn, one in model.named_parameters()}, full)
 
     def add_parameters(self, label: str, model: nn.Module, full: bool = False) -> None:
         """Record each parameter, sharded, and with ``full`` also gathered (collective)."""
-        for fqn, parameter in model.named_parameters():
-            self.add(f"{label}: parameter {fqn}", parameter)
-            if full and isinstance(parameter, DTensor):
-                self.add(f"{label}: full parameter {fqn}", parameter.detach().full_tensor())
+        self._add_all(label, "parameter", dict(model.named_parameters()), full)
+
+    def _add_all(self, label: str, what: str, tensors: dict[str, Any], full: bool) -> None:
+        for fqn, tensor in tensors.items():
+            self.add(f"{label}: {what} {fqn}", tensor)
+            if full and isinstance(tensor, DTensor):
+                self.add(f"{label}: full {what} {fqn}", tensor.detach().full_tensor())
 
 
 @dataclass(frozen=True)

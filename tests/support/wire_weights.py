@@ -32,16 +32,9 @@ class WireWeight(Tensor):
 
     @staticmethod
     def __new__(cls, inner: Tensor) -> "WireWeight":
-        return Tensor._make_wrapper_subclass(
-            cls,
-            inner.size(),
-            strides=inner.stride(),
-            storage_offset=inner.storage_offset(),
-            dtype=inner.dtype,
-            layout=inner.layout,
-            device=inner.device,
-            requires_grad=inner.requires_grad,
-        )
+        facts = {name: getattr(inner, name) for name in ("dtype", "layout", "device", "requires_grad")}
+        places = {"strides": inner.stride(), "storage_offset": inner.storage_offset()}
+        return Tensor._make_wrapper_subclass(cls, inner.size(), **places, **facts)
 
     def __init__(self, inner: Tensor) -> None:
         self._inner = inner

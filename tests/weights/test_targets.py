@@ -6,6 +6,7 @@ from torch import nn
 
 from shardkit.core.parameters.region import MergedRegion
 from shardkit.weights.targets import Cut, Experts, Part, Stack, Target, targets_for, targets_of
+from tests.support.models import Composed
 
 
 def fill(targets, checkpoint):
@@ -20,19 +21,11 @@ def flat(start, stop):
     return MergedRegion((((0, 3),), ((0, 4),)), 2, start, stop)
 
 
-class Engine(nn.Module):
+def made():
     """The layouts of an inference engine, on one of two ranks: 12 rows of vocabulary are padded to 16."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(8, 4)
-        self.layers = nn.ModuleList([nn.Module()])
-        self.layers[0].qkv_proj = nn.Linear(4, 4 + 2 + 2)
-        self.layers[0].o_proj = nn.Linear(4, 4)
-        self.layers[0].experts = nn.Module()
-        self.layers[0].experts.w13 = nn.Parameter(torch.zeros(2, 6, 4))
-        self.layers[0].experts.w2 = nn.Parameter(torch.zeros(2, 4, 3))
-        self.norm = nn.LayerNorm(4)
+    experts = Composed(None, w13=nn.Parameter(torch.zeros(2, 6, 4)), w2=nn.Parameter(torch.zeros(2, 4, 3)))
+    layer = Composed(None, qkv_proj=nn.Linear(4, 4 + 2 + 2), o_proj=nn.Linear(4, 4), experts=experts)
+    return Composed(None, embed=nn.Embedding(8, 4), layers=nn.ModuleList([layer]), norm=nn.LayerNorm(4))
 
 
 RULES = {
@@ -68,7 +61,7 @@ def test_rules_fill_a_fused_cut_and_padded_module(rank):
         "norm.bias": (4,),
     }
     full = {name: torch.randn(shape) for name, shape in shapes.items()}
-    engine = Engine()
+    engine = made()
     nn.init.zeros_(engine.embed.weight)
     targets = targets_for(engine, RULES, tp_rank=rank, tp_size=2)
     assert {one.name for one in targets} == set(shapes)
@@ -124,11 +117,11 @@ def test_names_are_renamed_or_left_out():
         (lambda one: Target("w", (slice(-2, None), slice(None)), one), "from the beginning of each dim"),
         (lambda one: Target("w", None, one.to("meta")), "w: its tensor is on the meta device"),
         (lambda one: Target("w", flat(0, 6), one), r"w: the region has shape \(6,\)"),
-        (lambda _: targets_for(Engine(), {"*.qkv.weight": Cut(0)}), "match no parameter of Engine"),
-        (lambda _: targets_for(Engine(), {"embed.*": Cut(0, size=20)}, tp_size=2), "8 of 20 rows .* do not cover"),
-        (lambda _: targets_for(Engine(), {"norm.weight": Stack(Part("a", 3))}), "have 3 rows on this rank, expected 4"),
-        (lambda _: targets_for(Engine(), {"norm.weight": Stack(Part("a", 3))}, tp_size=2), "does not divide among 2"),
-        (lambda _: targets_for(Engine(), {"norm.*": Stack(Part("a", 4, copies=2))}, tp_size=3), "2 copies .* among 3"),
+        (lambda _: targets_for(made(), {"*.qkv.weight": Cut(0)}), "match no parameter of Composed"),
+        (lambda _: targets_for(made(), {"embed.*": Cut(0, size=20)}, tp_size=2), "8 of 20 rows .* do not cover"),
+        (lambda _: targets_for(made(), {"norm.weight": Stack(Part("a", 3))}), "have 3 rows on this rank, expected 4"),
+        (lambda _: targets_for(made(), {"norm.weight": Stack(Part("a", 3))}, tp_size=2), "does not divide among 2"),
+        (lambda _: targets_for(made(), {"norm.*": Stack(Part("a", 4, copies=2))}, tp_size=3), "2 copies .* among 3"),
     ],
 )
 def test_what_does_not_fit_is_refused(make, words):

@@ -27,7 +27,7 @@ from shardkit.core.engine.step import state_of
 from shardkit.core.runtime.shared.meeting import neighbours_of
 from tests.core.random_programs.blocks import DTYPES, WholeModel, add_hooks, build, toggle
 from tests.core.random_programs.program import Act, Program
-from tests.core.random_programs.single import Run, SingleProcess, Unusable
+from tests.core.random_programs.single import SingleProcess, Unusable
 from tests.core.random_programs.training import LARGEST_NORM, LEARNING_RATE, Backward, Loop
 from tests.support import RankFailure, RankTimeout, run_ranks
 
@@ -100,7 +100,10 @@ def run_all(rank: int, world: int, programs: list[Program]) -> list[Outcome]:
             everyone: list[Any] = [None] * world
             dist.all_gather_object(everyone, outcome.kind)
             if any(kind not in ("equal", "unusable") for kind in everyone):
-                _forget_meshes()
+                # Transfers may be left in these groups, which nobody will match. The groups stay: to destroy them would
+                # let torch use their names again. The pool is renewed when there are many.
+                dist.barrier()
+                _mesh.cache_clear()
             outcomes.append(outcome)
     return outcomes
 
@@ -108,7 +111,8 @@ def run_all(rank: int, world: int, programs: list[Program]) -> list[Outcome]:
 def run_one(rank: int, program: Program) -> Outcome:
     """One program on this rank."""
     try:
-        expected = SingleProcess(program).run()
+        expected = SingleProcess(program)
+        expected.run()
     except Unusable as error:
         return Outcome("unusable", str(error))
     sharded = None
@@ -176,21 +180,19 @@ class Sharded:
         self.roots = [module for module in self.wrapped if id(module) not in below]
         for root in self.roots:  # errors name modules as seen from their root
             self.names += [type(root).__name__, *_names(root)]
-        self._set_prefetching()
-        for root in self.roots:
-            if not self.policy.reshard_after_backward:
-                root.set_reshard_after_backward(False)
-            if self.policy.buffers > 1:
-                root.set_reduce_scatter_max_input_buffers(self.policy.buffers)
-
-    def _set_prefetching(self) -> None:
         for root in self.roots:
             if self.policy.depth is not None:
                 root.set_prefetch_depth(self.policy.depth)
             if self.policy.budget is not None:
                 root.set_prefetch_budget(self.policy.budget)
-        if self.policy.lists is None:
-            return
+            if not self.policy.reshard_after_backward:
+                root.set_reshard_after_backward(False)
+            if self.policy.buffers > 1:
+                root.set_reduce_scatter_max_input_buffers(self.policy.buffers)
+        if self.policy.lists is not None:
+            self._set_prefetch_lists()
+
+    def _set_prefetch_lists(self) -> None:
         order = [module for module in self.model.modules() if any(module is one for one in self.wrapped)]
         for index, module in enumerate(order):
             after, before = order[index + 1 : index + 2], order[max(0, index - 1) : index]
@@ -205,7 +207,7 @@ class Sharded:
         """Whether a message names a module or a parameter of the model."""
         return any(re.search(rf"(?<![\w.]){re.escape(name)}(?![\w])", message) for name in self.names)
 
-    def run(self, expected: Run) -> None:
+    def run(self, expected: SingleProcess) -> None:
         """Run the program and compare.
 
         Raises:
@@ -221,7 +223,7 @@ class Sharded:
         for module in self.wrapped:
             module.reshard()
         for name, parameter in self.model.named_parameters():
-            self._check_tensor(f"parameter {name} at the end", parameter, expected.parameters[name], 0.0)
+            self._check_tensor(f"parameter {name} at the end", parameter, expected.masters[name].detach(), 0.0)
 
     # Events of the loop.
 
@@ -337,29 +339,18 @@ def _names(model: nn.Module) -> list[str]:
 
 
 _generations = itertools.count()
-_meshes: dict[tuple[int, bool, bool], DeviceMesh] = {}
 
 
+@functools.cache
 def _mesh(world: int, shared_memory: bool, hsdp: bool) -> DeviceMesh:
     """A mesh of process groups of our own, which nothing else uses. Collective when it is new."""
-    key = (world, shared_memory, hsdp)
-    if key not in _meshes:
-        ranks = torch.arange(world).view(2, 2) if hsdp else torch.arange(world)
-        # DTensor remembers meshes by ranks and names, also after their process groups are gone.
-        names = tuple(f"{name}_{next(_generations)}" for name in ("replicate", "shard")[-ranks.ndim :])
-        with mock.patch.dict(os.environ, SHARDKIT_SHARED_MEMORY=str(int(shared_memory))):
-            rows = [ranks.movedim(axis, -1).reshape(-1, ranks.size(axis)).tolist() for axis in range(ranks.ndim)]
-            groups = [dist.new_subgroups_by_enumeration(one, _PATIENCE)[0] for one in rows]
-            _meshes[key] = DeviceMesh.from_group(groups, "cpu", mesh=ranks, mesh_dim_names=names)
-            for group in groups:
-                assert (neighbours_of(group) is not None) == shared_memory or world == 1, key
-    return _meshes[key]
-
-
-def _forget_meshes() -> None:
-    """After an error: transfers may be left in these groups, which nobody will match (collective).
-
-    The groups stay: to destroy them would let torch use their names again. The pool is renewed when there are many.
-    """
-    dist.barrier()
-    _meshes.clear()
+    ranks = torch.arange(world).view(2, 2) if hsdp else torch.arange(world)
+    # DTensor remembers meshes by ranks and names, also after their process groups are gone.
+    names = tuple(f"{name}_{next(_generations)}" for name in ("replicate", "shard")[-ranks.ndim :])
+    with mock.patch.dict(os.environ, SHARDKIT_SHARED_MEMORY=str(int(shared_memory))):
+        rows = [ranks.movedim(axis, -1).reshape(-1, ranks.size(axis)).tolist() for axis in range(ranks.ndim)]
+        groups = [dist.new_subgroups_by_enumeration(one, _PATIENCE)[0] for one in rows]
+        mesh = DeviceMesh.from_group(groups, "cpu", mesh=ranks, mesh_dim_names=names)
+        for group in groups:
+            assert (neighbours_of(group) is not None) == shared_memory or world == 1, (world, shared_memory, hsdp)
+    return mesh

@@ -24,21 +24,15 @@ class Unusable(Exception):
 class Expected:
     """After one backward: each rank's losses and gradients of inputs, and the gradients by name if they are reduced."""
 
-    label: str
     values: list[list[Tensor | None]]
     gradients: dict[str, Tensor | None] | None
 
 
-@dataclass(frozen=True)
-class Run:
-    """All backwards of a program, and the parameters at its end."""
-
-    backwards: list[Expected]
-    parameters: dict[str, Tensor]
-
-
 class SingleProcess:
-    """One replica for each rank; gradients of the replicas are averaged, and the master parameters make the steps."""
+    """One replica for each rank; gradients of the replicas are averaged, and the master parameters make the steps.
+
+    When it has run, ``backwards`` has all backwards of the program, and ``masters`` the parameters at its end.
+    """
 
     def __init__(self, program: Program) -> None:
         policy = program.policy
@@ -57,7 +51,7 @@ class SingleProcess:
                 model.to(self.compute)
         self.loops = [Loop(program, model, trap, rank, self.compute).run() for rank, (model, trap) in enumerate(built)]
 
-    def run(self) -> Run:
+    def run(self) -> None:
         """Run the program.
 
         Raises:
@@ -79,7 +73,6 @@ class SingleProcess:
                 raise Unusable("numbers out of range")
         if not any(expected.gradients for expected in self.backwards):
             raise Unusable("no gradients")
-        return Run(self.backwards, {name: master.detach() for name, master in self.masters.items()})
 
     # Events, whose values are equal on all ranks but for those of a backward.
 
@@ -88,7 +81,7 @@ class SingleProcess:
         if first.sync:
             self._reduce()
         gradients = {name: _copy(master.grad) for name, master in self.masters.items()} if first.sync else None
-        self.backwards.append(Expected(first.label, [[_copy(v) for v in one.values] for one in ranks], gradients))
+        self.backwards.append(Expected([[_copy(v) for v in one.values] for one in ranks], gradients))
 
     def _failed(self, *_: None) -> None:
         self._zero(True)
