@@ -15,6 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp as stock_fsdp
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor, Shard
 
 import shardkit.core
@@ -38,11 +39,6 @@ from tests.support.sharding import shard_each
 from tests.support.twins import assert_equal
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-PLACEMENTS: dict[str, Any] = {
-    "owned": lambda parameter: shardkit.core.Owned(),
-    "elements": lambda parameter: shardkit.core.Blocks(elements=3),
-}
 
 Values = dict[tuple[str, ...], Tensor]
 
@@ -159,11 +155,10 @@ def test_values_are_right_where_torch_reads_them(written: Any, tmp_path):
 
 def load_sharded(rank: int, world_size: int, engine: str, directory: Path) -> Values:
     """A DTensor model with its optimizer, on another number of ranks, from the converted directory."""
-    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-
     model = build(1)
-    chosen = {"shard_placement_fn": PLACEMENTS.get(engine, lambda parameter: None)}
-    shard_each(*model.blocks, model, api=stock_fsdp if engine == STOCK else shardkit.core, **chosen)
+    placement = {"owned": shardkit.core.Owned(), "elements": shardkit.core.Blocks(elements=3)}.get(engine)
+    api = stock_fsdp if engine == STOCK else shardkit.core
+    shard_each(*model.blocks, model, api=api, shard_placement_fn=lambda parameter: placement)
     optimizer = torch.optim.Adam(model.parameters())
     weights, optim = get_state_dict(model, optimizer)
     state = {"model": weights, "optim": optim}

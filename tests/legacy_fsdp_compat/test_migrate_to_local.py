@@ -46,9 +46,6 @@ class Tied(nn.Module):
         return self.head(self.out(self.blocks(self.inp(x))))[:, :1] + 0 * self.apart(x[:, :3].float()).sum()
 
 
-MODELS: dict[str, type[nn.Module]] = {"model": both.Model, "tied": Tied}
-
-
 def fsdp_arguments(names: Any, kind: str, model: nn.Module, use_orig_params: bool, mixed: bool) -> dict[str, Any]:
     return {
         "auto_wrap_policy": names.ModuleWrapPolicy({Block}),
@@ -60,7 +57,7 @@ def fsdp_arguments(names: Any, kind: str, model: nn.Module, use_orig_params: boo
 
 def build(kind: str, seed: int) -> nn.Module:
     torch.manual_seed(seed)
-    return MODELS[kind]()
+    return both.Model() if kind == "model" else Tied()
 
 
 def wrapped(engine: Engine, kind: str, use_orig_params: bool, seed: int, mixed: bool = False) -> tuple[Any, Any]:

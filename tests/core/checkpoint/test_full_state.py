@@ -19,7 +19,7 @@ from shardkit.core.checkpoint import full_state_dict, load_full_state_dict, save
 from shardkit.core.checkpoint.sources import open_source
 from tests.core.checkpoint.trainee import Extra
 from tests.support import on_ranks, rank_mesh, run_ranks
-from tests.support.twins import differences
+from tests.support.twins import assert_equal, differences
 from tests.tools.measured import Meter
 
 
@@ -78,11 +78,8 @@ def assert_same(model, expected):
         if isinstance(tensor, torch.Tensor):
             want = expected[name].to(tensor.dtype)
             if isinstance(tensor, DTensor):
-                want = distribute_tensor(want, tensor.device_mesh, tensor.placements, src_data_rank=None).to_local()
-                tensor = tensor.to_local()
-            assert tensor.dtype == want.dtype
-            assert tensor.shape == want.shape, name
-            assert torch.equal(tensor, want), name
+                want = distribute_tensor(want, tensor.device_mesh, tensor.placements, src_data_rank=None)
+            assert_equal(tensor, want, name)
 
 
 @pytest.mark.parametrize(

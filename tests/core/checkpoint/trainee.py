@@ -81,9 +81,6 @@ class Average(Held):
             self.state["values"][name].mul_(0.5).add_(p.detach(), alpha=0.5)
 
 
-MESHES = {1: ("shard",), 2: ("replicate", "shard")}
-
-
 @dataclass
 class Trainee:
     mesh_shape: tuple[int, ...]
@@ -93,7 +90,7 @@ class Trainee:
 
     def __post_init__(self) -> None:
         torch.manual_seed(self.seed)
-        self.mesh = rank_mesh(self.mesh_shape, MESHES[len(self.mesh_shape)])
+        self.mesh = rank_mesh(self.mesh_shape, ("replicate", "shard")[-len(self.mesh_shape) :])
         self.rank = self.mesh.get_rank()
         self.model = Network()
         for module in (self.model.inner, self.model):
