@@ -18,8 +18,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from side_by_side.networks import WORKLOADS
+from side_by_side.rank import Assignment, Trainer
 from side_by_side.surroundings import surroundings
-from side_by_side.systems import SYSTEMS, Place, optimizers_for
 
 from tests.support import run_ranks
 from tests.tools.measured import Meter
@@ -32,22 +32,12 @@ STEPS = 3
 def peak_of_a_rank(rank: int, world_size: int, system: str, workload: str) -> int:
     """Bytes, in the last of three steps."""
     torch.set_num_threads(1)
-    job = WORKLOADS[workload]
-    batches = job.batches(STEPS, rank, torch.device("cpu"))
-    torch.manual_seed(0)
     with Meter() as meter:
-        built = SYSTEMS[system](job, Place(rank, world_size, torch.device("cpu")))
         meter.looking = False  # adding up is slow
-        optimizers = optimizers_for(built, job)
-        for step, (tokens, targets) in enumerate(batches, 1):
-            meter.looking = step == STEPS
-            with built.around_forward():
-                loss = built.network(tokens, targets)
-            loss.backward()
-            del loss
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
+        trainer = Trainer(Assignment(system, workload, "adamw", rank, world_size, "cpu", "", None))
+        trainer.first_steps(STEPS - 1)
+        meter.looking = True
+        trainer.turn(1)
     return meter.peak
 
 
