@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -76,7 +75,7 @@ def profiled(
     world_size: int,
     count: int,
     *,
-    prepare: Callable[[Any], None] | None = None,
+    depth: int = 1,
     mesh: Callable[[], DeviceMesh | None] = lambda: None,
     micro_batches: int = 1,
     before: int = 2,
@@ -84,8 +83,7 @@ def profiled(
 ) -> Report | None:
     """The report of a run of that many steps, with two before it begins so that forward's order is known."""
     model = sharded_chain(mesh())
-    if prepare is not None:
-        prepare(model)
+    model.set_prefetch_depth(depth)
     optimizer = adamw(model)
     for _ in range(before):
         train(model, optimizer)
@@ -109,11 +107,10 @@ def per_step(rank: Rank) -> Counter[tuple[str, str, str]]:
     return steps[0]
 
 
-def on_a_network() -> DeviceMesh:
-    return networked_mesh((dist.get_world_size(),))
+ON_A_NETWORK = {"mesh": functools.partial(networked_mesh, (3,))}
 
 
-@pytest.mark.parametrize(("world_size", "options"), [(2, {}), (3, {"mesh": on_a_network}), (4, {})])
+@pytest.mark.parametrize(("world_size", "options"), [(2, {}), (3, ON_A_NETWORK), (4, {})])
 def test_every_collective_is_there(world_size: int, options: dict[str, Any]) -> None:
     report = report_of(world_size, **options)
     blocks = [f"blocks.{index}" for index in range(BLOCKS)]
@@ -183,23 +180,15 @@ def test_gradients_that_wait_for_a_later_micro_batch_are_counted(rank: int, worl
         assert series.values[-1] in (0, MODEL_BYTES // world_size), "then only the sharded one"
 
 
-def _without_prefetch(model: Any) -> None:
-    model.set_prefetch_depth(0)
-
-
-@pytest.mark.parametrize(("prepare", "hits", "misses"), [(None, 2 * STEPS, 0), (_without_prefetch, 0, 2 * STEPS)])
-def test_prefetches_are_counted(prepare: Any, hits: int, misses: int) -> None:
-    modules = {module.fqn: module for module in report_of(2, prepare=prepare).ranks[0].modules}
+@pytest.mark.parametrize(("depth", "hits", "misses"), [(1, 2 * STEPS, 0), (0, 0, 2 * STEPS)])
+def test_prefetches_are_counted(depth: int, hits: int, misses: int) -> None:
+    modules = {module.fqn: module for module in report_of(2, depth=depth).ranks[0].modules}
     assert (modules["blocks.1"].prefetch_hits, modules["blocks.1"].prefetch_misses) == (hits, misses)
     assert modules["FSDPChain"].prefetch_misses == STEPS
 
 
-def replicated() -> DeviceMesh:
-    return rank_mesh((2, 2), ("replicate", "shard"))
-
-
 def test_replicas_are_brought_together_by_all_reduces_on_groups_of_their_own() -> None:
-    report = report_of(4, mesh=replicated)
+    report = report_of(4, mesh=functools.partial(rank_mesh, (2, 2), ("replicate", "shard")))
     assert sorted(group.ranks for group in report.groups) == [[0, 1], [0, 2], [1, 3], [2, 3]]
     for rank in report.ranks:
         found = per_step(rank)
