@@ -1,13 +1,13 @@
 """The FSDP1 script of examples/fsdp1_tutorial: the same losses on stock and, with its imports rewritten, on ours."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from shardkit.legacy_fsdp_compat.migrate.script import rewrite
+from tests.trainers.launch import succeeded
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "fsdp1_tutorial" / "train.py"
 LINE = re.compile(r"step (\d+): loss ([\d.]+), gradient norm ([\d.]+)")
@@ -17,9 +17,8 @@ def run(script: Path, directory: Path, *arguments: str) -> list[tuple[float, flo
     """Losses and gradient norms of a run on two ranks."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
     command = [*torchrun, "--nproc-per-node=2", str(script), *arguments]
-    done = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return [(float(loss), float(norm)) for _, loss, norm in LINE.findall(done.stdout)]
+    printed = succeeded(command, directory).stdout
+    return [(float(loss), float(norm)) for _, loss, norm in LINE.findall(printed)]
 
 
 @pytest.mark.slow
