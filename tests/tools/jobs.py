@@ -13,20 +13,15 @@ from torch.utils.checkpoint import checkpoint
 
 from shardkit.core import CompressionPolicy, fully_shard
 from shardkit.tools import Policies, TrainingJob
-from tests.support.models import Attention, Composed
+from tests.support.models import Composed
 from tests.support.sharding import shard_each
-from tests.tools.llama_shaped import LlamaShaped
+from tests.tools.llama_shaped import LlamaShaped, SwiGLU
 
-WIDTH, BATCH, SEQUENCE, VOCABULARY = 96, 4, 32, 301
+WIDTH, INNER, BATCH, SEQUENCE, VOCABULARY = 96, 256, 4, 32, 301
 
 
-class FeedForward(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x)))
+def feed_forward() -> nn.Module:
+    return SwiGLU(WIDTH, INNER)
 
 
 def experts() -> nn.Module:
@@ -36,36 +31,24 @@ def experts() -> nn.Module:
         weights = m.router(x).softmax(-1)
         return sum(expert(x) * weights[..., i : i + 1] for i, expert in enumerate(m.experts))
 
-    return Composed(run, router=nn.Linear(WIDTH, 3), experts=nn.ModuleList(FeedForward() for _ in range(3)))
+    return Composed(run, router=nn.Linear(WIDTH, 3), experts=nn.ModuleList(feed_forward() for _ in range(3)))
 
 
-class Layer(nn.Module):
-    def __init__(self, inner: Callable[[], nn.Module] = FeedForward, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.norm1, self.mixer = nn.LayerNorm(WIDTH), Attention(WIDTH, 4)
-        self.norm2, self.inner = nn.LayerNorm(WIDTH), inner()
-        self.dropout = nn.Dropout(dropout)
+class GPT(LlamaShaped):
+    """With layer norms and dropout."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.dropout(self.mixer(self.norm1(x)))
-        return x + self.dropout(self.inner(self.norm2(x)))
-
-
-class GPT(nn.Module):
-    def __init__(self, inner: Callable[[], nn.Module] = FeedForward, *, tied: bool = False, recompute: bool = False):
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = nn.ModuleList(Layer(inner, dropout=0.1) for _ in range(3))
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+    def __init__(
+        self, inner: Callable[[], nn.Module] = feed_forward, *, tied: bool = False, recompute: bool = False
+    ) -> None:
+        super().__init__(VOCABULARY, WIDTH, INNER, 3, 4, 4)
         self.recompute = recompute
-        if tied:
-            self.head.weight = self.embedding.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
         for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False) if self.recompute else layer(x)
-        return self.head(self.norm(x))
+            layer.mlp = nn.Sequential(nn.LayerNorm(WIDTH), inner(), nn.Dropout(0.1))
+        if tied:
+            self.lm_head.weight = self.embed_tokens.weight
+
+    def through(self, number: int, layer: nn.Module, x: Tensor) -> Tensor:
+        return checkpoint(layer, x, use_reentrant=False) if self.recompute else layer(x)
 
 
 def convnet() -> nn.Module:
@@ -97,14 +80,15 @@ def images() -> Tensor:
 
 
 def llama() -> nn.Module:
-    return LlamaShaped(VOCABULARY, WIDTH, 8 * WIDTH // 3, 3, 4, 2)
+    return LlamaShaped(VOCABULARY, WIDTH, INNER, 3, 4, 2)
 
 
 def lora() -> nn.Module:
     model = GPT()
     model.requires_grad_(False)
     for layer in model.layers:
-        layer.inner.up, layer.inner.down = adapted(layer.inner.up), adapted(layer.inner.down)
+        for name in ("up_proj", "down_proj"):
+            setattr(layer.mlp[1], name, adapted(layer.mlp[1].get_submodule(name)))
     return model
 
 
@@ -112,7 +96,8 @@ def two_dimensions(mesh: DeviceMesh) -> nn.Module:
     """Tensor-parallel feed-forward layers over the second axis, sharded over the first."""
     model = GPT()
     for layer in model.layers:
-        parallelize_module(layer, mesh["tp"], {"inner.up": ColwiseParallel(), "inner.down": RowwiseParallel()})
+        columns = dict.fromkeys(("mlp.1.gate_proj", "mlp.1.up_proj"), ColwiseParallel())
+        parallelize_module(layer, mesh["tp"], columns | {"mlp.1.down_proj": RowwiseParallel()})
     return shard_each(*model.layers, model, mesh=mesh["dp"])
 
 
@@ -131,7 +116,7 @@ JOBS: dict[str, TrainingJob] = {
     "gpt": TrainingJob(GPT, tokens, policies=Policies(prefetch_depth=2)),
     "llama": TrainingJob(llama, tokens, policies=Policies(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)),
     "convnet": TrainingJob(convnet, images, optimizer=sgd),
-    "moe": TrainingJob(partial(GPT, experts), tokens, policies=Policies(wrap=("FeedForward", "Layer"))),
+    "moe": TrainingJob(partial(GPT, experts), tokens, policies=Policies(wrap=("SwiGLU", "DecoderLayer"))),
     "lora": TrainingJob(lora, tokens, optimizer=sgd),
     "tied": TrainingJob(partial(GPT, tied=True), tokens),
     "accumulation": TrainingJob(GPT, tokens, policies=Policies(accumulate=3, reshard_after_forward=False)),

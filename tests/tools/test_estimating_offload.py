@@ -119,11 +119,7 @@ def _beyond_memory(rank: int, world_size: int, directory: Path) -> tuple[int, in
     return moved.host_bytes, sum(one.to_local().nbytes for one in states)
 
 
-def _many_tokens() -> torch.Tensor:
-    return torch.randint(32, (2, 2048))
-
-
-DEEP = TrainingJob(FEW, _many_tokens, optimizer=FUSED)
+DEEP = TrainingJob(FEW, partial(torch.randint, 32, (2, 2048)), optimizer=FUSED)
 
 
 def test_bytes_in_tiers_are_those_of_a_run(tmp_path):

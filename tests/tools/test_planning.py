@@ -39,11 +39,7 @@ def narrow() -> nn.Module:
     return Composed(run, embedding=nn.Embedding(200, 32), head=nn.Linear(32, 200), blocks=nn.ModuleList(blocks))
 
 
-def narrow_tokens() -> torch.Tensor:
-    return torch.randint(200, (2, 32))
-
-
-JOB = TrainingJob(narrow, narrow_tokens)
+JOB = TrainingJob(narrow, partial(torch.randint, 200, (2, 32)))
 RECOMPUTED = replace(JOB, policies=Policies(checkpoint=True))  # a third of the ways
 MACHINE = preset("h100").replace(
     device="cpu", transport="gloo", flops={"float32": 1e10}, memory_bandwidth=1e10, memory=2**33, ranks_per_host=2,
