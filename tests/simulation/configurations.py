@@ -58,11 +58,7 @@ def optimize(run: Run) -> None:
 # -- ways to step ------------------------------------------------------------------------------------------------------
 
 
-def _gradients_add_up(run: Run) -> None:
-    whole_step(run)
-    whole_step(run)
-
-
+_gradients_add_up = micro_batches(requires_gradient_sync=(True, True))
 # Reductions of the first backward, and steps after them, are under way when the second forward begins.
 _not_the_last = micro_batches(is_last_backward=(False, True))
 # The second backward adds to the sums of the first; what it added is free memory in the third.

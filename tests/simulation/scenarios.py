@@ -12,7 +12,7 @@ import torch
 
 from shardkit.core import CompressionPolicy
 from tests.simulation.model import BlockSpec, Checkpointed
-from tests.simulation.timeline import Costs, Timeline, holds_gathered, on_device
+from tests.simulation.timeline import Costs, Timeline
 from tests.simulation.training import (
     BLOCK,
     SHARDS,
@@ -91,7 +91,8 @@ def measure(comparison: Comparison, engine: str) -> Measured:
             if comparison.reported(step):
                 forward.append(round(run.times["forward"], 3))
                 backward.append(round(run.times["backward"] + rest, 3))
-        return Measured(forward, backward, memory.peak(on_device, sharded), memory.peak(holds_gathered, sharded))
+        peak = memory.peak(lambda one: not one.pinned, sharded)
+        return Measured(forward, backward, peak, memory.peak(lambda one: "gathered" in one.notes, sharded))
 
 
 def _shuffled(step: int, count: int) -> list[int]:

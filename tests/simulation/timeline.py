@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from tests.simulation.device import Access, Allocation, Observer
+from tests.simulation.device import Access, Observer
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,9 @@ class Timeline(Observer):
     def ran(self, name: str, stream: int, accesses: Sequence[Access]) -> None:
         if self.simulation.declared:
             return
-        if name == "copy" or "split_with_sizes_copy" in name:
-            _pass_on(accesses)
+        copies = name == "copy" or "split_with_sizes_copy" in name
+        if copies and any(access.allocation.notes.get("gathered") for access in accesses if not access.write):
+            _holds_gathered(accesses)
         moved = sum(access.end - access.begin for access in accesses)
         if name in ("host_to_device", "device_to_host"):
             sizes = [access.end - access.begin for access in accesses if not access.allocation.pinned]
@@ -79,9 +80,7 @@ class Timeline(Observer):
         written = sum(access.end - access.begin for access in accesses if access.write)
         self._run(stream, self.costs.of_collective(name, group.size(), read, written), group.group_name)
         if name.startswith("allgather"):
-            for access in accesses:
-                if access.write:
-                    access.allocation.notes["gathered"] = True
+            _holds_gathered(accesses)
 
     def computed(self, stream: int, cost: float, what: str) -> None:
         self._run(stream, cost)
@@ -102,19 +101,7 @@ class Timeline(Observer):
         return self._events[end] - self._events[begin]
 
 
-def _pass_on(accesses: Sequence[Access]) -> None:
-    """A copy of gathered memory holds gathered data, too."""
-    if any(access.allocation.notes.get("gathered") for access in accesses if not access.write):
-        for access in accesses:
-            if access.write:
-                access.allocation.notes["gathered"] = True
-
-
-def on_device(allocation: Allocation) -> bool:
-    """Whether an allocation is of device memory: shards, gathered parameters, gradients, buffers, sums."""
-    return not allocation.pinned
-
-
-def holds_gathered(allocation: Allocation) -> bool:
-    """Whether an allocation ever held gathered values."""
-    return bool(allocation.notes.get("gathered"))
+def _holds_gathered(accesses: Sequence[Access]) -> None:
+    for access in accesses:
+        if access.write:
+            access.allocation.notes["gathered"] = True

@@ -149,7 +149,11 @@ def started(scenario: Scenario, engine: str, observer: Observer) -> Iterator[Run
     world = scenario.shards * scenario.replicas
     with simulate(observer, world, coalescing=scenario.coalescing) as simulation:
         run = Run(ENGINES[engine], scenario, simulation)
-        mesh = _mesh(scenario.shards, scenario.replicas)
+        if scenario.replicas == 1:
+            mesh = init_device_mesh("sim", (scenario.shards,))
+        else:
+            shape = (scenario.replicas, scenario.shards)
+            mesh = init_device_mesh("sim", shape, mesh_dim_names=("replicate", "shard"))
         size = len(scenario.blocks) // scenario.stages
         starts = range(0, len(scenario.blocks), size)
         stages = [Chain(scenario.blocks[start : start + size], start) for start in starts]
@@ -159,13 +163,6 @@ def started(scenario: Scenario, engine: str, observer: Observer) -> Iterator[Run
             scenario.prepare(stage)
         run.model = stages[0] if len(stages) == 1 else nn.Sequential(*stages)
         yield run
-
-
-def _mesh(shards: int, replicas: int) -> DeviceMesh:
-    """A mesh to shard over `shards` ranks, and to replicate over `replicas` if that is more than one."""
-    if replicas == 1:
-        return init_device_mesh("sim", (shards,))
-    return init_device_mesh("sim", (replicas, shards), mesh_dim_names=("replicate", "shard"))
 
 
 def _shard(run: Run, model: Any, mesh: DeviceMesh) -> None:

@@ -73,17 +73,10 @@ def test_a_server_without_the_secret_is_refused(io):
         for one in (here, there):
             one.setblocking(False)
         caller, called = Connection(here), Connection(there)
-        results = await asyncio.gather(
-            caller.prove(b"secret", caller=True),
-            called.prove(b"guess", caller=False),
-            _closed(called),
-            return_exceptions=True,
-        )
-        assert isinstance(results[0], ConnectionError) and isinstance(results[1], ConnectionError)
-
-    async def _closed(connection: Connection) -> None:
-        await asyncio.sleep(0.2)
-        connection.close()
+        asyncio.get_running_loop().call_later(0.2, called.close)
+        proofs = caller.prove(b"secret", caller=True), called.prove(b"guess", caller=False)
+        results = await asyncio.gather(*proofs, return_exceptions=True)
+        assert all(isinstance(one, ConnectionError) for one in results)
 
     io.run(meet())
 

@@ -136,8 +136,9 @@ def run_one(rank: int, program: Program) -> Outcome:
             return Outcome("refused", text)
         return Outcome("unnamed", text + "\n" + "".join(traceback.format_exception(error)[-6:]))
     finally:
-        if sharded is not None:
-            sharded.clean_up()
+        for root in sharded.roots if sharded is not None else ():  # leave nothing in flight
+            with contextlib.suppress(Exception):
+                root.reset_iter_state()
 
 
 def _late(event: events.Event) -> None:
@@ -320,12 +321,6 @@ class Sharded:
         if "bfloat16" in low:
             return 0.1
         return 1e-3 if "float32" in low else 1e-8
-
-    def clean_up(self) -> None:
-        """Leave nothing in flight."""
-        for root in self.roots if hasattr(self, "roots") else ():
-            with contextlib.suppress(Exception):
-                root.reset_iter_state()
 
 
 def _depth(path: str) -> int:

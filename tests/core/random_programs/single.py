@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -49,6 +48,8 @@ class SingleProcess:
             add_hooks(model)
             if self.compute is not None:
                 model.to(self.compute)
+        tables = [dict(model.named_parameters()) for model in self.models]
+        self.replicas = {name: [table[name] for table in tables] for name in self.masters}
         self.loops = [Loop(program, model, trap, rank, self.compute).run() for rank, (model, trap) in enumerate(built)]
 
     def run(self) -> None:
@@ -94,7 +95,7 @@ class SingleProcess:
             nn.utils.clip_grad_norm_(self.masters.values(), LARGEST_NORM)
         self.optimizer.step()
         with torch.no_grad():
-            for name, parameters in _by_name(self.models):
+            for name, parameters in self.replicas.items():
                 for parameter in parameters:
                     parameter.copy_(self.masters[name])
 
@@ -108,7 +109,7 @@ class SingleProcess:
         self.optimizer.zero_grad(set_to_none)
 
     def _reduce(self) -> None:
-        for name, parameters in _by_name(self.models):
+        for name, parameters in self.replicas.items():
             found = [parameter.grad for parameter in parameters if parameter.grad is not None]
             if not found:
                 continue
@@ -122,14 +123,9 @@ class SingleProcess:
 
     def _check_unwritten(self) -> None:
         """Unsharded parameters are copies, which is documented: what the program writes to them is lost."""
-        for name, parameters in _by_name(self.models):
+        for name, parameters in self.replicas.items():
             if not all(torch.equal(one, self.masters[name].to(one.dtype)) for one in parameters):
                 raise Unusable(f"{name} is written in place")
-
-
-def _by_name(models: list[nn.Module]) -> Iterator[tuple[str, list[nn.Parameter]]]:
-    tables = [dict(model.named_parameters()) for model in models]
-    return ((name, [table[name] for table in tables]) for name in tables[0])
 
 
 def _copy(value: Tensor | None) -> Tensor | None:
