@@ -14,6 +14,7 @@ import multiprocessing
 import multiprocessing.forkserver
 import os
 import pickle
+import re
 import shutil
 import signal
 import sys
@@ -260,7 +261,8 @@ class _Pool:
 
 def _at_work(stacks: str) -> str:
     """Stacks without the threads that wait for a request, and without the frames that every body has below it."""
-    threads = (thread for thread in stacks.split("\n\n") if "_read_requests" not in thread and "_worker" not in thread)
+    idle = re.compile(r" in _read_requests\n|first\):\n.* in _worker\n")  # not an executor's thread with a job
+    threads = (thread for thread in stacks.split("\n\n") if not idle.search(thread))
     return "\n\n".join(thread.partition(f'\n  File "{rank_process.__file__}"')[0] for thread in threads) + "\n"
 
 
