@@ -175,6 +175,8 @@ def test_errors_of_the_constructor(rank: int, world_size: int) -> None:
     with pytest.raises(ValueError, match="wrap by hand or by policy"):
         names.FSDP(nn.Sequential(names.FSDP(nn.Linear(2, 2))), auto_wrap_policy=names.always_wrap_policy)
     model = names.FSDP(nn.Linear(2, 2))
+    with pytest.raises(NotImplementedError, match="summon_full_params"):
+        model._flat_param  # noqa: B018
     assert not hasattr(model, "_flat_param")
     assert getattr(model, "_handle", None) is None
 

@@ -291,6 +291,8 @@ def test_taken_apart_and_put_together(move):
         rows = rows_of(number, blocks, length)
         assert torch.equal(part, fused.index_select(blocks.dim, torch.tensor(rows)))
         assert [row for start, stop in blocks.runs(number, length) for row in range(start, stop)] == rows
+        in_one_piece = rows == list(range(rows[0], rows[-1] + 1))
+        assert not in_one_piece or part.untyped_storage().data_ptr() == fused.untyped_storage().data_ptr(), "a view"
     assert torch.equal(blocks.fuse(parts), fused)
 
 
