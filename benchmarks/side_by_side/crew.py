@@ -34,9 +34,15 @@ class Crew:
     """
 
     def __init__(
-        self, system: str, workload: str, optimizer: str, world_size: int, device: str, directory: str,
+        self,
+        system: str,
+        workload: str,
+        optimizer: str,
+        world_size: int,
+        device: str,
+        directory: str,
         sides: tuple[Side, Side] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.system = system
         context = _context(device)
         self._ranks = [ProcessPoolExecutor(1, context) for _ in range(world_size)]
