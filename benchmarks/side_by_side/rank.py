@@ -110,10 +110,9 @@ class Trainer:
         self._meet()
         if self.device.type == "cpu":
             counts["wire"] = socket_bytes(self._step)
-        self._meet()
-        if self.device.type == "cpu":
+            self._meet()
             counts["held"] = max(self.memory.held_during(self._step) for _ in range(_HELD_STEPS))
-        self._meet()
+            self._meet()
         counts["calls"] = c10d_calls(self._step)
         return counts
 
