@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import io
 import json
 import os
 import re
+import runpy
 import shutil
 import signal
 import subprocess
@@ -95,15 +95,9 @@ def launcher(monkeypatch) -> Iterator[Callable[[list[str]], int]]:
     """The `main` of `python examples/train_lm`, in this process: its checks start no other."""
     monkeypatch.syspath_prepend(str(EXAMPLE))
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    others = {name: sys.modules.pop(name) for name in MODULES if name in sys.modules}  # of benchmarks, which use them
-    spec = importlib.util.spec_from_file_location("train_lm_launcher", EXAMPLE / "__main__.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    yield module.main
+    yield runpy.run_path(str(EXAMPLE / "__main__.py"))["main"]
     for name in MODULES:
         sys.modules.pop(name, None)
-    sys.modules.update(others)
 
 
 def losses(out: Path) -> list[tuple[int, str, float]]:

@@ -75,14 +75,6 @@ def tokens() -> Tensor:
     return torch.randint(VOCABULARY, (BATCH, SEQUENCE))
 
 
-def images() -> Tensor:
-    return torch.randn(BATCH, 3, 32, 32)
-
-
-def llama() -> nn.Module:
-    return LlamaShaped(VOCABULARY, WIDTH, INNER, 3, 4, 2)
-
-
 def lora() -> nn.Module:
     model = GPT()
     model.requires_grad_(False)
@@ -112,6 +104,8 @@ def sgd(parameters) -> torch.optim.Optimizer:
     return torch.optim.SGD([one for one in parameters if one.requires_grad], lr=0.1, momentum=0.9)
 
 
+images = partial(torch.randn, BATCH, 3, 32, 32)
+llama = partial(LlamaShaped, VOCABULARY, WIDTH, INNER, 3, 4, 2)
 JOBS: dict[str, TrainingJob] = {
     "gpt": TrainingJob(GPT, tokens, policies=Policies(prefetch_depth=2)),
     "llama": TrainingJob(llama, tokens, policies=Policies(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)),

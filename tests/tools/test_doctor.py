@@ -20,6 +20,7 @@ from tests.support import on_ranks
 from tests.tools.synthetic import MIB, memory, operation, rank, record, report
 
 HIDDEN = {"exposed": 0.0, "blocked": 0.0, "launch": 0.0}
+MISSED = [ModuleOfRank("blocks.0", ["Linear"], 0, 4, 0, 0, 0, 0)]
 
 
 def found(made: Report, rule: str) -> Any:
@@ -60,8 +61,7 @@ def of_two_ranks(capacity: int, category: str = "activations", **changes: Any) -
         for n, size in enumerate((6, 2))
     ]
     slow = [replace(one, steps=[replace(step, launch=0.02, optimizer=0.04) for step in one.steps]) for one in made]
-    missed = [ModuleOfRank("blocks.0", ["Linear"], 0, 4, 0, 0, 0, 0)]
-    return report(*(replace(one, modules=missed) for one in slow))
+    return report(*(replace(one, modules=MISSED) for one in slow))
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,6 @@ def test_groups_that_are_too_small() -> None:
 
 
 FIVE = [{"exposed": 0.002, "blocked": 0.002}] * 5
-MISSED = [ModuleOfRank("blocks.0", ["Linear"], 0, 4, 0, 0, 0, 0)]
 MOSTLY_ACTIVATIONS = replace(
     memory(),
     peak=50 * MIB,
