@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from tests.gpu.training import MIB, NETWORKS, empty_cache, synchronize, trainer
+from tests.gpu.training import MIB, NETWORKS, empty_cache, reset_peak, synchronize, trainer
 from tests.gpu.worlds import ON_CPU, Place, needs_gpu
 
 _ALLOWED = 1.005  # of stock's peak of allocated bytes
@@ -30,9 +30,7 @@ def _peaks_of(engine: str, place: Place, model: str, bf16: bool) -> dict[str, fl
     empty_cache()  # of the whole model, which was built first
     found = {}
     for name, steps in (("warm", 2), ("", 1), ("later", 3 if ON_CPU else 47)):
-        synchronize()
-        if not ON_CPU:
-            torch.cuda.reset_peak_memory_stats()
+        reset_peak()
         for _ in range(steps):
             made.step()
         synchronize()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from shardkit.core.beyond import offload_activations, overlap_step
-from tests.gpu.training import ENGINES, MIB, NETWORKS, Trainer, empty_cache, in_turn, synchronize, trainer
+from tests.gpu.training import ENGINES, MIB, NETWORKS, Trainer, empty_cache, in_turn, reset_peak, synchronize, trainer
 from tests.gpu.worlds import ON_CPU, Place, needs_gpu
 
 _BYTES = 2**20 if ON_CPU else 2**28
@@ -108,21 +108,15 @@ def _with_activations(place: Place, moves: bool) -> dict[str, float]:
         directory, least = (place.directory, 1) if ON_CPU else (None, MIB)
         offload = offload_activations(made.network, min_bytes=least, directory=directory)
     made.without_update()  # makes the gathers' memory, and that of the host
-    _reset_peak()
+    reset_peak()
     loss = made.network(*made.batch)
     forward = _peak()
     loss.backward()
     made.optimizer.zero_grad()
-    _reset_peak()
+    reset_peak()
     ms = in_turn({"": made.without_update}, rounds=2 if ON_CPU else 5)[""]["ms"]
     host = 0.0 if offload is None else offload.host_bytes / MIB
     return {"loss": loss.item(), "forward": forward, "peak": _peak(), "ms": ms, "host": host}
-
-
-def _reset_peak() -> None:
-    synchronize()
-    if not ON_CPU:
-        torch.cuda.reset_peak_memory_stats()
 
 
 def _peak() -> float:

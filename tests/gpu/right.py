@@ -248,9 +248,8 @@ def placed(place: Place) -> None:
     }
     values = {}
     for name, placement in placements.items():
-        options = {} if placement is None else {"shard_placement_fn": placement}
         try:
-            model = layers(ours, place.mesh(), count=4, **options)
+            model = layers(ours, place.mesh(), count=4, shard_placement_fn=placement)
         except Exception as error:
             if why := lacking(error):
                 raise Skip(f"{name}: {why}") from error

@@ -129,6 +129,12 @@ def inputs(model: nn.Module, rank: int, step: int, device: torch.device) -> torc
     return torch.randn(64, width, generator=generator).to(device)
 
 
+def reset_peak() -> None:
+    synchronize()
+    if not ON_CPU:
+        torch.cuda.reset_peak_memory_stats()
+
+
 def synchronize() -> None:
     if not ON_CPU:
         torch.cuda.synchronize()

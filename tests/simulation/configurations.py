@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -284,13 +284,10 @@ def _in_backward(model: Any) -> None:
         param.register_post_accumulate_grad_hook(step)
 
 
-def _hook(stream: bool) -> Callable[[Any], None]:
-    def prepare(model: Any) -> None:
-        side = Stream() if stream else None
-        for block in model.blocks:
-            block.set_all_reduce_hook(lambda output: output.mul_(1.0), stream=side)
-
-    return prepare
+def _hook(model: Any, beside: bool = False) -> None:
+    side = Stream() if beside else None
+    for block in model.blocks:
+        block.set_all_reduce_hook(lambda output: output.mul_(1.0), stream=side)
 
 
 def _reads_gradients(model: Any) -> None:
@@ -414,10 +411,10 @@ _ALL: list[Scenario] = [
     configuration("two forwards, two backwards", step=_two_forwards),
     configuration("interrupted forward", step=_interrupted),
     configuration("interrupted forward, tensor subclass", build=_subclass, step=_interrupted),
-    configuration("all-reduce hook", prepare=_hook(stream=False), replicas=2),
+    configuration("all-reduce hook", prepare=_hook, replicas=2),
     configuration(
         "all-reduce hook on a stream, sums in bf16",
-        prepare=_hook(stream=True),
+        prepare=partial(_hook, beside=True),
         options={"mp_policy": ours.MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)},
     ),
     configuration(

@@ -60,7 +60,7 @@ class Comparison:
 
     scenario: Scenario
     costs: Costs
-    reported: Callable[[int], bool]
+    reported: Callable[[int], bool] = lambda step: True
     budget: int | None = None
 
     @property
@@ -132,20 +132,14 @@ def recompute(model: Any) -> None:
     model.blocks = torch.nn.ModuleList(Checkpointed(block) for block in model.blocks)
 
 
-def _both(
-    name: str,
-    times: dict[str, Any] | None = None,
-    reported: Callable[[int], bool] = lambda step: True,
-    budget: int | None = None,
-    **given: Any,
-) -> list[Comparison]:
+def _both(name: str, times: dict[str, Any] | None = None, **given: Any) -> list[Comparison]:
     """A row with free copies, and one where they cost their bytes."""
-    scenario = Scenario(name, **given)
+    row = {field: given.pop(field) for field in ("reported", "budget") if field in given}
+    scenario, times = Scenario(name, **given), times or {}
     with_copies = replace(scenario, name=f"{name}, copies")
-    times = times or {}
     return [
-        Comparison(scenario, rates(**times), reported, budget),
-        Comparison(with_copies, rates(**times, copies=True), reported, budget),
+        Comparison(scenario, rates(**times), **row),
+        Comparison(with_copies, rates(**times, copies=True), **row),
     ]
 
 
@@ -183,7 +177,7 @@ _ALL = [
     *_both("bf16, fp32 reduction", mixed=True),
     *_both("bf16, fp32 reduction, everything packed", mixed=True, coalescing=False),
     # A card of 400 Gbit/s for each device, and memory of 3 TB/s.
-    Comparison(_BETWEEN_HOSTS, _NETWORK, lambda step: True),
+    Comparison(_BETWEEN_HOSTS, _NETWORK),
     Comparison(
         replace(
             _BETWEEN_HOSTS,
@@ -191,7 +185,6 @@ _ALL = [
             our_options={"compression_policy": CompressionPolicy(reduce="bf16")},
         ),
         _NETWORK,
-        lambda step: True,
     ),
     *_both("pipeline stages", stages=2, step=pipelined),
     *_both("CPU offload", {"transfer": 6.0}, offload={}),

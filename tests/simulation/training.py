@@ -76,9 +76,7 @@ def pipelined(run: Run) -> None:
     """The stages of a pipeline, all on this rank; three micro-batches; unshards ahead and reshards by hand."""
     stages, batches = run.chains(), 3
     for stage in stages:
-        stage.set_is_last_backward(False)
-        stage.set_reshard_after_backward(False)
-        stage.set_requires_gradient_sync(False)
+        _set_last(stage, False)
     order = [*range(len(stages)), *reversed(range(len(stages) - 1))]
     handles = run.forwards(lambda: unshard_ahead(stages[0]))
     losses: dict[int, list[torch.Tensor]] = {}
@@ -90,7 +88,9 @@ def pipelined(run: Run) -> None:
         if place not in losses:
             losses[place] = [run.forwards(lambda stage=stage: _loss(stage)) for _ in range(batches)]
         if turn + 1 >= len(stages):
-            _pipelined_backward(run, stage, losses[place])
+            for loss in losses[place]:
+                _set_last(stage, loss is losses[place][-1])
+                run.backwards(loss.backward)
         for block in stage.blocks:
             timed(block.reshard)
 
@@ -99,13 +99,10 @@ def _loss(model: Any) -> torch.Tensor:
     return model(torch.zeros(4, device="sim")).sum()  # type: ignore[no-any-return]
 
 
-def _pipelined_backward(run: Run, stage: Any, losses: list[torch.Tensor]) -> None:
-    for loss in losses:
-        last = loss is losses[-1]
-        stage.set_is_last_backward(last)
-        stage.set_reshard_after_backward(last)
-        stage.set_requires_gradient_sync(last)
-        run.backwards(loss.backward)
+def _set_last(stage: Any, last: bool) -> None:
+    stage.set_is_last_backward(last)
+    stage.set_reshard_after_backward(last)
+    stage.set_requires_gradient_sync(last)
 
 
 def unshard_ahead(stage: Any) -> list[Any]:

@@ -47,12 +47,8 @@ RULES = {
 def test_rules_fill_a_fused_cut_and_padded_module(rank):
     shapes = {
         "embed.weight": (12, 4),
-        "layers.0.q_proj.weight": (8, 4),
-        "layers.0.q_proj.bias": (8,),
-        "layers.0.k_proj.weight": (2, 4),
-        "layers.0.k_proj.bias": (2,),
-        "layers.0.v_proj.weight": (2, 4),
-        "layers.0.v_proj.bias": (2,),
+        **{f"layers.0.{one}_proj.weight": (rows, 4) for one, rows in {"q": 8, "k": 2, "v": 2}.items()},
+        **{f"layers.0.{one}_proj.bias": (rows,) for one, rows in {"q": 8, "k": 2, "v": 2}.items()},
         "layers.0.o_proj.weight": (4, 8),
         "layers.0.o_proj.bias": (4,),
         **{f"layers.0.experts.{expert}.{one}.weight": (6, 4) for expert in (4, 5) for one in ("gate", "up")},
