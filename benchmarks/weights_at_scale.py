@@ -19,6 +19,7 @@ from shardkit.weights.plan import Provided, plan
 
 LINKS = {"10 Gbit/s": 1.25e9, "100 Gbit/s": 12.5e9, "400 Gbit/s": 50e9}
 Shape = tuple[int, ...]
+Tensors = dict[str, tuple[Shape, int | None]]
 
 
 @dataclass(frozen=True)
@@ -26,13 +27,13 @@ class Model:
     """The tensors of one layer, and those beside the layers. Each has the dim that engines cut; None: none."""
 
     layers: int
-    layer: dict[str, tuple[Shape, int | None]]
-    beside: dict[str, tuple[Shape, int | None]]
+    layer: Tensors
+    beside: Tensors
 
 
 def dense(layers: int, hidden: int, inner: int, heads: int, vocabulary: int = 128256) -> Model:
     """Llama 3: 8 key heads of 128."""
-    layer: dict[str, tuple[Shape, int | None]] = {
+    layer: Tensors = {
         "q": ((heads * 128, hidden), 0),
         "k": ((1024, hidden), 0),
         "v": ((1024, hidden), 0),
@@ -47,7 +48,7 @@ def dense(layers: int, hidden: int, inner: int, heads: int, vocabulary: int = 12
 
 def experts() -> Model:
     """DeepSeek V3: 256 experts and a shared one, latent attention; all layers as those with experts."""
-    layer: dict[str, tuple[Shape, int | None]] = {
+    layer: Tensors = {
         "q_a": ((1536, 7168), None),
         "q_b": ((128 * 192, 1536), 0),
         "kv_a": ((576, 7168), None),
@@ -79,29 +80,22 @@ def cut(shape: Shape, dim: int, part: int, parts: int) -> Box:
     return tuple(run if at == dim else (0, whole) for at, whole in enumerate(shape))
 
 
-def loads(
-    tensors: dict[str, tuple[Shape, int | None]], trainers: int, ranks: int
-) -> tuple[Sequence[int], Sequence[int]]:
+def loads(tensors: Tensors, trainers: int, ranks: int) -> tuple[Sequence[int], Sequence[int]]:
     """Bytes that each trainer sends to the ranks of one engine, and that each of these receives."""
-    held = {
-        rank: [
-            Held(
-                name, torch.bfloat16, shape, (box,) if (box := cut(shape, 0, rank, trainers))[0][0] < box[0][1] else ()
-            )
+    held: dict[int, list[Held]] = {}
+    for rank in range(trainers):
+        boxes = {name: cut(shape, 0, rank, trainers) for name, (shape, _) in tensors.items()}
+        held[rank] = [
+            Held(name, torch.bfloat16, shape, (boxes[name],) if boxes[name][0][0] < boxes[name][0][1] else ())
             for name, (shape, _) in tensors.items()
         ]
-        for rank in range(trainers)
-    }
     provided = Provided(held)
     sent: Counter[int] = Counter()
     received = []
     for rank in range(ranks):
+        # `cut` into one part is the whole.
         wants = [
-            Wanted(
-                name,
-                torch.bfloat16,
-                tuple((0, size) for size in shape) if dim is None else cut(shape, dim, rank, ranks),
-            )
+            Wanted(name, torch.bfloat16, cut(shape, 0, 0, 1) if dim is None else cut(shape, dim, rank, ranks))
             for name, (shape, dim) in tensors.items()
         ]
         pieces = plan(provided, wants, turn=rank)
