@@ -47,14 +47,11 @@ def test_errors_that_helpers_make_are_listed():
         for function in ast.walk(tree)
         if isinstance(function, ast.FunctionDef)
         for one in ast.walk(function)
-        if isinstance(one, ast.Raise) and isinstance(one.exc, ast.Call) and _last_name(one.exc.func).islower()
+        if isinstance(one, ast.Raise) and isinstance(one.exc, ast.Call)
+        if ast.unparse(one.exc.func).rsplit(".", 1)[-1].islower()
     ]
     assert len(through) > 25
     assert [place for place in through if place not in listed | passed_on] == []
-
-
-def _last_name(func: ast.expr) -> str:
-    return ast.unparse(func).rsplit(".", 1)[-1]
 
 
 def test_the_page_has_errors_of_every_package():

@@ -20,8 +20,7 @@ from tests.tools.llama_shaped import LlamaShaped, SwiGLU
 WIDTH, INNER, BATCH, SEQUENCE, VOCABULARY = 96, 256, 4, 32, 301
 
 
-def feed_forward() -> nn.Module:
-    return SwiGLU(WIDTH, INNER)
+feed_forward = partial(SwiGLU, WIDTH, INNER)
 
 
 def experts() -> nn.Module:
@@ -71,10 +70,6 @@ def adapted(base: nn.Linear) -> nn.Module:
     return Composed(lambda m, x: m.base(x) + m.b(m.a(x)), base=base.requires_grad_(False), a=a, b=b)
 
 
-def tokens() -> Tensor:
-    return torch.randint(VOCABULARY, (BATCH, SEQUENCE))
-
-
 def lora() -> nn.Module:
     model = GPT()
     model.requires_grad_(False)
@@ -104,6 +99,7 @@ def sgd(parameters) -> torch.optim.Optimizer:
     return torch.optim.SGD([one for one in parameters if one.requires_grad], lr=0.1, momentum=0.9)
 
 
+tokens = partial(torch.randint, VOCABULARY, (BATCH, SEQUENCE))
 images = partial(torch.randn, BATCH, 3, 32, 32)
 llama = partial(LlamaShaped, VOCABULARY, WIDTH, INNER, 3, 4, 2)
 JOBS: dict[str, TrainingJob] = {

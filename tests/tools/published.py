@@ -9,7 +9,7 @@ import statistics
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from shardkit.tools import Estimate, Policies, TrainingJob, estimate_job, preset
@@ -62,12 +62,8 @@ class Titan(LlamaShaped):
 def _estimated(model: str, layers: int, recompute: str, batch: int, ranks: int, machine: str) -> Estimate:
     sizes = {**DATA["models"][model], "layers": layers}
     sequence = sizes.pop("sequence")
-
-    def made() -> nn.Module:
-        return Titan(recompute, **sizes)
-
     job = TrainingJob(
-        made,
+        functools.partial(Titan, recompute, **sizes),
         lambda: torch.randint(sizes["vocabulary"], (batch, sequence)),
         functools.partial(torch.optim.AdamW, foreach=True),
         policies=Policies(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),

@@ -92,8 +92,9 @@ def rank(number: int, operations: list[Operation] | None = None, begin: float = 
     return replace(made, **changes)
 
 
-def run(world_size: int) -> Run:
-    return Run(
+def record(one: Rank, world_size: int = 2, wall: float = 0.0, groups: list[Group] | None = None) -> RankRecord:
+    known = groups if groups is not None else [Group("0", list(range(world_size)))]
+    run = Run(
         created="2026-01-01T00:00:00+00:00",
         command=["train.py"],
         shardkit="0.1.0",
@@ -107,11 +108,7 @@ def run(world_size: int) -> Run:
         clock="host",
         activations=True,
     )
-
-
-def record(one: Rank, world_size: int = 2, wall: float = 0.0, groups: list[Group] | None = None) -> RankRecord:
-    known = groups if groups is not None else [Group("0", list(range(world_size)))]
-    return RankRecord(run(world_size), wall, known, one)
+    return RankRecord(run, wall, known, one)
 
 
 def report(*ranks: Rank) -> Report:

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from shardkit.core import fully_shard
 from shardkit.core.torch_compat import GRAD_DTYPE_DECIDES
-from shardkit.tools import Estimate, EstimateError, Policies, TrainingJob, estimate, estimate_job, preset
+from shardkit.tools import EstimateError, Policies, TrainingJob, estimate, estimate_job, preset
 from shardkit.tools.command import main
 from shardkit.tools.estimating.hf import cut_projections
 from shardkit.tools.estimating.job import Precision, muon, muon_placements
@@ -30,11 +30,6 @@ JOB = TrainingJob(partial(LlamaShaped, 32, 64, 160, 4, 4, 2), few_tokens, tensor
 def _facts(mesh: dict[str, int]) -> tuple[object, ...]:
     found = estimate_job(JOB, mesh)
     return found.idle_bytes, found.peak, found.traffic, found.timeline.step, found.checkpoint
-
-
-def _part(found: Estimate) -> float:
-    """The part of all weights and optimizer state that the rank holds."""
-    return found.checkpoint.own / found.checkpoint.whole
 
 
 @pytest.mark.parametrize(
@@ -52,8 +47,8 @@ def _part(found: Estimate) -> float:
 def test_a_rank_holds_the_part_that_the_names_say(mesh: dict[str, int], ranks: int, shards: int):
     found = estimate_job(JOB, mesh)
     assert found.axes == mesh and found.world_size == ranks
-    # Norms are not cut over tp, and rounding gives rank 0 the larger rows.
-    assert _part(found) == pytest.approx(1 / shards, rel=0.03)
+    # Of weights and optimizer state. Norms are not cut over tp, and rounding gives rank 0 the larger rows.
+    assert found.checkpoint.own / found.checkpoint.whole == pytest.approx(1 / shards, rel=0.03)
     assert any(note.startswith("cp: ") for note in found.notes) == ("cp" in mesh)
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardkit.core import FileTier, fully_shard, offload_activations, overlap_step
@@ -19,11 +18,6 @@ from tests.tools.llama_shaped import LlamaShaped, few_tokens
 KEPT = TrainingJob(partial(LlamaShaped, 32, 256, 640, 14, 4, 2), few_tokens)
 OFFLOADED = TrainingJob(KEPT.model, few_tokens, policies=Policies(offload=True))
 FEW = partial(LlamaShaped, 32, 256, 640, 4, 4, 2)  # where blocks are not taken to be alike
-
-
-def in_one_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> None:
-    """The usual step; blocks are not taken to be alike where a job has a step of its own."""
-    KEPT.run(model, optimizer, [batch])
 
 
 @cache
@@ -52,7 +46,8 @@ def test_a_group_passes_through_the_device(monkeypatch):
 
 
 def test_blocks_that_are_not_run_are_offloaded_as_well():
-    whole = TrainingJob(KEPT.model, few_tokens, policies=OFFLOADED.policies, step=in_one_step)
+    # The usual step; blocks are not taken to be alike where a job has a step of its own.
+    whole = replace(OFFLOADED, step=lambda model, optimizer, batch: KEPT.run(model, optimizer, [batch]))
     short, full = on_two_ranks(True), estimate_job(whole, 2)
     assert any(isinstance(step, Entered) for step in short.recording.trace.steps)  # it ran a few blocks
     for name in ("peak", "host_bytes", "idle_bytes", "reserved_bytes"):
