@@ -35,7 +35,6 @@ class SingleProcess:
 
     def __init__(self, program: Program) -> None:
         policy = program.policy
-        self.program = program
         self.compute = DTYPES[policy.param_dtype] if policy.param_dtype else None
         self.reduce = DTYPES[policy.reduce_dtype] if policy.reduce_dtype else None
         built = [build(program) for _ in range(policy.world)]
