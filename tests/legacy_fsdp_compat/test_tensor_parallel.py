@@ -55,8 +55,9 @@ def build(seed: int, hidden: int = 8) -> nn.Module:
 
 def wrapped(seed: int, hidden: int = 8, engine: Engine = OURS, use_orig_params: bool = True) -> Any:
     mesh, model = rank_mesh((2, 2), ("dp", "tp")), build(seed, hidden)
+    up = ColwiseParallel(use_local_output=hidden % 2 == 0)  # the next layer asks for the size of uneven columns
     for pair in model:
-        parallelize_module(pair, mesh["tp"], {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()})
+        parallelize_module(pair, mesh["tp"], {"up": up, "down": RowwiseParallel()})
     arguments = {"device_mesh": mesh["dp"], "auto_wrap_policy": engine.api.ModuleWrapPolicy({Pair}), "device_id": CPU}
     return engine.api.FSDP(model, use_orig_params=use_orig_params, **arguments)
 
