@@ -36,7 +36,7 @@ from turns import table
 import shardkit.core
 
 PARAMETERS, ROWS = 9, 16384
-TURNS, MODELS = 7, 3
+TURNS, MODELS = 31, 3
 """Later steps, and models of each system with a first step; the median of each counts."""
 _COLLECTIVES = re.compile("_?(all_?gather|reduce_scatter)_(single|base|into_tensor|tensor)(_coalesced)?")
 
