@@ -13,6 +13,7 @@ import gc
 import itertools
 import json
 import multiprocessing
+import os
 import re
 import sys
 import time
@@ -38,6 +39,8 @@ import shardkit.core
 PARAMETERS, ROWS = 9, 16384
 TURNS, MODELS = 31, 3
 """Later steps, and models of each system with a first step; the median of each counts."""
+KEPT_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(2**30), "MALLOC_MMAP_THRESHOLD_": str(2**25)}
+"""glibc keeps freed memory, as CUDA's allocator does: else whoever has the end of the heap pays for page faults."""
 _COLLECTIVES = re.compile("_?(all_?gather|reduce_scatter)_(single|base|into_tensor|tensor)(_coalesced)?")
 
 
@@ -221,6 +224,7 @@ def cells(results: list[tuple[Configuration, dict[str, Cost]]]) -> Iterator[tupl
 def main() -> None:
     """Runs every configuration asked for in a process of its own; prints a table."""
     args = _arguments()
+    os.environ |= KEPT_MEMORY  # read when a process starts
     results = []
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), max_tasks_per_child=1) as processes:
         for ranks, groups in itertools.product(args.ranks, args.groups):
