@@ -184,7 +184,7 @@ def test_counted_communication(rank: int, world_size: int) -> None:
     model = _sharded_mlp()
     first = _counts(model)
     assert first.pop("allreduce_") == 1  # do the ranks have the same parameters?
-    assert first.keys() <= {"allgather_"}  # they meet, each host by itself
+    assert first.keys() <= {"allgather_", "_allgather_base_"}  # they meet; torch 2.15 has the latter
     assert _counts(model) == {}
     for module in (model, model[0], model[1]):
         module.set_custom_all_gather(CountingAllGather())
