@@ -237,7 +237,9 @@ def _deliver_unreduced(group: Group, bucket: Bucket) -> None:
     """A single rank, nothing to reduce: autograd's gradient becomes the sharded one without a copy."""
     divisors = bucket.mean.before, bucket.mean.after, bucket.after_all
     factors = [one for one in divisors if one not in (None, 1)]
-    reduced = [functools.reduce(torch.div, factors, gradient.to(bucket.dtype)) for gradient in bucket.gradients]
+    reduced = bucket.gradients
+    if factors or bucket.grad_dtype != bucket.dtype:
+        reduced = [functools.reduce(torch.div, factors, gradient.to(bucket.dtype)) for gradient in reduced]
     stepped = [param.deliver(gradient) for param, gradient in zip(bucket.params, reduced, strict=True)]
     if any(stepped):
         group.versions.clear()
