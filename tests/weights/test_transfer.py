@@ -188,6 +188,13 @@ def test_wants_that_nobody_has_are_refused_on_both_sides(names, reason, cast):
     assert sender.send(2).failed == {}  # it is not waited for
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_a_dtype_that_would_need_a_scale_is_refused(dtype, cast):
+    """Its receiver would have cut off or rounded values, without an error."""
+    with pytest.raises(ValueError, match="would change values, which need a scale"):
+        cast.sender({"w": torch.tensor([0.3, 700.0])}, dtype=dtype)
+
+
 class Adapted(nn.Module):
     """A linear layer with adapters, with the attributes and names of peft 0.21."""
 

@@ -62,6 +62,11 @@ def numel(box: Box) -> int:
     return math.prod(stop - start for start, stop in box)
 
 
+def is_castable(dtype: torch.dtype) -> bool:
+    """Whether values may be cast to it and from it: those of float8 mean nothing without a scale."""
+    return dtype.is_floating_point and dtype.itemsize > 1
+
+
 def name_of(dtype: torch.dtype) -> str:
     """Such as "bfloat16"."""
     return str(dtype).removeprefix("torch.")

@@ -10,7 +10,7 @@ from torch import nn
 
 from shardkit.core.checkpoint.plan import boxes_of
 from shardkit.weights.adapters import Factors, merged
-from shardkit.weights.boxes import Box, Held, Piece, intersection
+from shardkit.weights.boxes import Box, Held, Piece, intersection, is_castable
 
 
 class Values(NamedTuple):
@@ -64,8 +64,7 @@ def describe(
                 Values(_box(offsets, sizes), view, factors.get(fqn))
                 for offsets, sizes, view in boxes_of((fqn,), tensor)
             ]
-            castable = tensor.is_floating_point() and tensor.itemsize > 1  # float8 means nothing without a scale
-            wire = dtype if dtype is not None and castable else tensor.dtype
+            wire = dtype if dtype is not None and is_castable(tensor.dtype) else tensor.dtype
             held.append(Held(name, wire, tuple(tensor.shape), tuple(one.box for one in source[name])))
     return held, source
 

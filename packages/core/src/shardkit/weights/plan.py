@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from shardkit.weights.boxes import Box, Held, Piece, Wanted, intersection, numel
+from shardkit.weights.boxes import Box, Held, Piece, Wanted, intersection, is_castable, numel
 
 BUCKET = 64 << 20
 """Bytes that are packed and sent at a time."""
@@ -132,11 +132,8 @@ def _mismatch(want: Wanted, tensor: _Tensor | None) -> str:
     stops = [stop for _, stop in want.box]
     if len(stops) != len(tensor.shape) or any(stop > size for stop, size in zip(stops, tensor.shape, strict=True)):
         return f"{want.name}: wanted {_readable(want.box)}, which does not lie within its shape {tensor.shape}"
-    here, there = want.dtype, tensor.dtype
-    # Values of float8 mean nothing without a scale.
-    castable = here.is_floating_point and there.is_floating_point and min(here.itemsize, there.itemsize) > 1
-    if here != there and not castable:
-        return f"{want.name}: sent as {there}, its target is {here}; receive into one of that dtype"
+    if want.dtype != tensor.dtype and not (is_castable(want.dtype) and is_castable(tensor.dtype)):
+        return f"{want.name}: sent as {tensor.dtype}, its target is {want.dtype}; receive into one of that dtype"
     return ""
 
 

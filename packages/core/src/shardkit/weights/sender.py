@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardkit.weights.boxes import Held, Piece, decode, encode
+from shardkit.weights.boxes import Held, Piece, decode, encode, is_castable
 from shardkit.weights.coordinator import Coordinator
 from shardkit.weights.delta import Changed, changes, update
 from shardkit.weights.packing import Names, Source, Values, describe, holding, pack
@@ -87,7 +87,8 @@ class WeightSender(Peer):
 
     Raises:
         OSError: on rank 0 if it cannot listen at the address.
-        ValueError: if the address is not a TCP address, or on another host without a secret.
+        ValueError: if the address is not a TCP address, or on another host without a secret; if `dtype` is an integer
+            dtype, or one of float8.
     """
 
     def __init__(
@@ -105,6 +106,10 @@ class WeightSender(Peer):
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
+        if dtype is not None and not is_castable(dtype):
+            raise ValueError(
+                f"dtype={dtype} would change values, which need a scale for it; pass a wider floating dtype"
+            )
         super().__init__(address, timeout)
         in_group = dist.is_available() and dist.is_initialized()
         self.rank = rank if rank is not None else dist.get_rank() if in_group else 0
