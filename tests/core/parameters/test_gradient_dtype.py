@@ -12,6 +12,7 @@ import shardkit.core as shardkit
 from shardkit.core.torch_compat import GRAD_DTYPE_DECIDES
 from tests.support import on_ranks, rank_mesh
 from tests.support.models import Composed
+from tests.support.sharding import shard_children
 from tests.support.twins import assert_equal
 
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
@@ -114,6 +115,12 @@ def test_override_is_asked_once_for_each_parameter(rank: int, world_size: int) -
     other = shardkit.MixedPrecisionPolicy(BFLOAT16, param_dtype_override_fn=lambda _: torch.float16)
     with pytest.raises(ValueError, match=r"returned torch\.float16 for parameter 'weight'; expected torch\.float32"):
         shardkit.fully_shard(nn.Linear(3, 3), mesh=rank_mesh((world_size,)), mp_policy=other)
+    model = Composed(None, first=nn.Linear(8, 8), second=nn.Linear(8, 8))
+    model.second.weight = known = model.first.weight
+    policy = shardkit.MixedPrecisionPolicy(BFLOAT16, param_dtype_override_fn=lambda p: p.dtype if p is known else None)
+    shard_children(model, mesh=rank_mesh((world_size,)), mp_policy=policy)
+    model.second.unshard()
+    assert (model.second.weight.dtype, model.second.bias.dtype) == (FLOAT32, BFLOAT16)
 
 
 @on_ranks(2)

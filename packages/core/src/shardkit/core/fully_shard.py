@@ -217,8 +217,9 @@ def _check_tie(
     param: FSDPParam, mesh: DataParallelMesh, policy: MixedPrecisionPolicy, compression: CompressionPolicy | None
 ) -> None:
     """A tied parameter has one mesh and one set of dtypes, whichever of its modules runs; it stays where it is."""
-    own = policy.for_parameter(param.sharded_param, param.fqn)
-    rounding = FSDPParamGroup.of(param).settings.communication.compression if param.shape else compression
+    group = FSDPParamGroup.of(param)  # an override may know the original by its identity, so the same one is not asked
+    own = param.dtypes.policy if policy == group.mp_policy else policy.for_parameter(param.sharded_param, param.fqn)
+    rounding = group.settings.communication.compression if param.shape else compression
     theirs = (param.mesh.mesh, param.dtypes.policy.param_dtype, param.dtypes.policy.reduce_dtype, rounding)
     ours = (mesh.mesh, own.param_dtype, own.reduce_dtype, compression)
     if theirs != ours:
