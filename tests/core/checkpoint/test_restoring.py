@@ -255,3 +255,21 @@ def test_an_empty_group_gets_its_own_options(tmp_path):
     optimizer = empty_groups(model, 1.0, 2.0, 3.0)
     CheckpointManager(tmp_path).restore(TrainingState(model, optimizer))
     assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.2, 0.3]
+
+
+@on_ranks(1, 2)
+def test_values_that_begin_in_one_memory(rank: int, world_size: int, tmp_path) -> None:
+    """A new run's average is its parameters, and its two counters are one tensor: each gets its own value back."""
+
+    def begin() -> tuple[nn.Module, Held]:
+        model, zeros = fully_shard(nn.Linear(4, 3), mesh=rank_mesh((world_size,))), torch.zeros(2)
+        return model, Held({"average": model.weight.detach(), "a": zeros, "b": zeros})
+
+    model, held = begin()
+    held.state = {"average": model.weight.detach() + 1, "a": torch.ones(2), "b": torch.full((2,), 2.0)}
+    expected = [local(one).clone() for one in (model.weight, *held.state.values())]
+    saved(tmp_path, TrainingState(model, user={"held": held}), 1)
+    model, held = begin()
+    CheckpointManager(tmp_path).restore(TrainingState(model, user={"held": held}))
+    assert isinstance(held.state["average"], DTensor)
+    assert differences([local(one) for one in (model.weight, *held.state.values())], expected) == []

@@ -419,6 +419,7 @@ class _Targets:
         self._index = index
         self._tensors: dict[LeafPath, torch.Tensor] = {}
         self._objects: list[str] = []
+        self._filled: set[int] = set()  # addresses of live tensors that are read in place
 
     def _add(self, path: LeafPath, target: Callable[[TensorEntry], torch.Tensor | None]) -> None:
         """Reads the value at `path` into its target tensor, or else into a new one."""
@@ -427,8 +428,18 @@ class _Targets:
             self._objects.append(name_of(path))
             return
         found = target(entry)
-        new = torch.empty(entry.shape, dtype=entry.dtype, device="cpu") if found is None else found
-        self._tensors[path] = new
+        if found is None:
+            found = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
+        elif self._is_filled(found):  # such as an average that begins as the parameters: two values, one memory
+            found = torch.empty_like(found, requires_grad=False)
+        self._tensors[path] = found
+
+    def _is_filled(self, live: torch.Tensor) -> bool:
+        """Whether another value is read into this memory; from now on one is."""
+        address = local_of(live).data_ptr() if isinstance(live, DTensor) else live.data_ptr()
+        seen = address in self._filled
+        self._filled |= {address} - {0}
+        return seen
 
     def model(self, state: Mapping[str, Any]) -> None:
         """Reads the model's tensors in place; other state of its modules is read as it was stored."""
@@ -447,6 +458,7 @@ class _Targets:
             if name.endswith("_extra_state") or not isinstance(live, torch.Tensor):  # may be of any type and shape
                 self.like(path, flatten({name: live}, (MODEL,)).values)
             elif name_of(path) in self._index.tensors:
+                self._is_filled(live)
                 self._tensors[path] = live  # a mismatch is refused when it is read
             else:
                 raise CheckpointError(
