@@ -8,7 +8,7 @@ from torch import Tensor
 def lies_in_pool(module: Any, tensor: Tensor) -> bool:
     """Whether `tensor` lies in the pool that the group of `module` gathers into. Call it after a gather."""
     (group,) = module._get_fsdp_state().groups
-    pool, _ = group.transports[1].gather.registered_memory.args
+    pool, _ = group.transports.gather.registered_memory.args
     segments = pool.snapshot()
     at = tensor.data_ptr()
     return any(one["address"] <= at < one["address"] + one["total_size"] for one in segments)

@@ -104,7 +104,7 @@ def transport(kind: str) -> Transport:
         return shared
     if kind == "custom":
         return CustomTransport(group, CPU, _StockComm())
-    return C10dTransport(group, CPU, direct=kind == "c10d_direct")
+    return C10dTransport(group, CPU, coalesces=kind == "c10d_direct")
 
 
 def placed(kind: str, sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:

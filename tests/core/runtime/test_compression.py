@@ -114,7 +114,7 @@ KINDS = ("c10d_packed", "c10d_direct")
 
 
 def _over(kind: str, policy: CompressionPolicy) -> Any:
-    return CompressedTransport(C10dTransport(dist.group.WORLD, CPU, direct=kind == "c10d_direct"), policy)
+    return CompressedTransport(C10dTransport(dist.group.WORLD, CPU, coalesces=kind == "c10d_direct"), policy)
 
 
 def rounded(values: Tensor, kind: str | None, policy: CompressionPolicy, dtype: torch.dtype, ndim: int) -> Tensor:

@@ -18,9 +18,9 @@ from tests.support import on_ranks
 class _Noting(C10dTransport):
     """Notes the bytes that it would send, and sends nothing. Buffers are full of `garbage` at first."""
 
-    def __init__(self, garbage: int, *, direct: bool) -> None:
+    def __init__(self, garbage: int, *, coalesces: bool) -> None:
         assert dist.group.WORLD is not None
-        super().__init__(dist.group.WORLD, CPU, direct=direct)
+        super().__init__(dist.group.WORLD, CPU, coalesces=coalesces)
         self.garbage = garbage
         self.sent: list[bytes] = []
 
@@ -54,7 +54,7 @@ def _sends(garbage: int, direct: bool, policy: CompressionPolicy | None) -> dict
     """The bytes that this rank sends in a gather and a reduction of each case."""
     sent = {}
     for name, case in CASES.items():
-        over = _Noting(garbage, direct=direct)
+        over = _Noting(garbage, coalesces=direct)
         transport = over if policy is None else CompressedTransport(over, policy)
         plan = gather_plan(case, transport)
         full = [whole(shape, dtype, i) for i, (shape, dtype) in enumerate(zip(case.shapes, case.dtypes, strict=True))]

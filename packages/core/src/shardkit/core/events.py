@@ -86,10 +86,10 @@ class AllReduceFinished(_Finished):
 class _Storage(Event):
     """`bytes` of memory that belong to `fqn` (a parameter or a group's label).
 
-    `kind`: `unsharded` (an unsharded parameter), `packed` (the packed buffer of small and unevenly cut parameters),
-    `outbox` (shared memory for gradients on the way to other ranks of this host, kept between steps), `reduce_input`
-    (incoming terms of a sum), `reduce_output` (sums that become sharded gradients), `gradient` (unsharded gradients,
-    until their reduction frees them).
+    `kind`: `unsharded` (an unsharded parameter), `packed` (the packed buffer of small and unevenly cut parameters or
+    gradients), `outbox` (shared memory for copies that other ranks of this host read, kept between steps),
+    `reduce_input` (compressed rows and terms of a sum), `reduce_output` (sums that become sharded gradients),
+    `gradient` (unsharded gradients that a reduction has taken over, until it frees them).
     """
 
     fqn: str
@@ -107,7 +107,7 @@ class StorageFreed(_Storage):
 
 @dataclass(frozen=True)
 class PrefetchHit(Event):
-    """A group was used whose gather had been launched ahead."""
+    """A group was used whose gather had been launched ahead, or that was still gathered from its last use."""
 
     fqn: str
 

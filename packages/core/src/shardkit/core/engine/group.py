@@ -210,7 +210,8 @@ class FSDPParamGroup:
         self.was_left = False
         self.prefetched = False
         self.held_by_user = False  # since an explicit unshard
-        self.transports: tuple[Communication, Transports] | None = None  # and the settings that they were chosen for
+        self.transports: Transports | None = None
+        self._chosen_for: Communication | None = None  # the settings that the transports were chosen for
         self.plans: GatherPlans | None = None
         self.reduce_plans: dict[tuple[Any, ...], ReducePlan] = {}
         self.offloaded = any(param.offload is not None for param in params)
@@ -221,8 +222,8 @@ class FSDPParamGroup:
         self.versions: list[int] = []  # of the shards, when the gather lane last waited for their writers
         self.ticket: Ticket | None = None
         self._readers: tuple[Any, ...] = ()  # events of the readers of CACHED memory
-        self._accumulating = False
-        self._reducing: list[Ticket] = []
+        self._accumulating = False  # whether backwards without sync have left gradients
+        self._reducing: list[Ticket] = []  # of its last reduction
         place_shards(self, self.params)
 
     @staticmethod
@@ -273,6 +274,7 @@ class FSDPParamGroup:
 
     @property
     def is_unsharded(self) -> bool:
+        """Whether it is gathered, or being gathered; stock's `is_unsharded` is False until a wait."""
         return self.residence in _UNSHARDED
 
     @property
@@ -307,7 +309,7 @@ class FSDPParamGroup:
             if in_backward or not self.written:
                 room.uncache(self)
                 if self.residence is Residence.CACHED:
-                    self._move_to(Residence.GATHERING)
+                    self._move_to(Residence.GATHERING)  # already filled: a wait has only to register it
                 return True
             self.reshard()
         if not room.take(self, in_backward=in_backward, ahead=ahead):
@@ -429,18 +431,20 @@ class FSDPParamGroup:
 
     def _prepare(self, *, from_kept: bool = False) -> tuple[Transports, GatherPlans]:
         """The transports and plans, made by the first gather after a change; then ranks of the shard group meet."""
-        chosen, communication = self.transports, self.settings.communication
-        if chosen is None or chosen[0] is not communication:
+        communication = self.settings.communication
+        if self.transports is None or self._chosen_for is not communication:
             with events.waiting(self.label, "set-up"):
-                transports = communication.transports(self.mesh.shard_group, self.device, self.label)
-            chosen = self.transports = communication, transports
-            names = [None if one is None else one.name for one in (transports.gather, transports.reduce)]
+                self.transports = communication.transports(self.mesh.shard_group, self.device, self.label)
+            self._chosen_for = communication
+            names = [None if one is None else one.name for one in (self.transports.gather, self.transports.reduce)]
             _LOG.debug("%s: gathers through %s, reduces through %s", self.label, *names)
         if self.plans is None:
             for param in self.params:
                 param.check_ready()
             has_subclass = any(param.shard.subclass for param in self.params)
-            self._plan(chosen[1], [] if has_subclass else [param.items([]) for param in self.params], has_subclass)
+            self._plan(
+                self.transports, [] if has_subclass else [param.items([]) for param in self.params], has_subclass
+            )
         assert self.plans is not None
         if from_kept and self.plans.kept is None:
             smaller = self.settings.post_forward_mesh
@@ -449,7 +453,7 @@ class FSDPParamGroup:
             items = [GatherItem(fqn, ChunkLayout((flat.numel(),), 0, smaller.size), flat.dtype) for fqn, flat in flats]
             transport = transport_for(smaller.group, self.device, communication.registered)
             self.plans = replace(self.plans, kept=plan_gather(items, transport, self.label, smaller.rank))
-        return chosen[1], self.plans
+        return self.transports, self.plans
 
     def _plan(self, transports: Transports, items: list[list[GatherItem]], has_subclass: bool) -> None:
         plan, sent = None, [item for each in items for item in each]
@@ -588,7 +592,7 @@ class FSDPParamGroup:
                 for replicas in self.mesh.replicate_groups:
                     check.record("all-reduce", label, replicas, self.device)
         assert self.transports is not None, self.label  # a gather came before
-        transport = self.transports[1].reduce
+        transport = self.transports.reduce
         if self.offloaded and any(param.pinned for param in params):
             context.copies_to_pinned = True
         for ticket in self._reducing:
@@ -608,9 +612,10 @@ class FSDPParamGroup:
             self.reshard_after_use(stays=False)
 
     def reshard_after_use(self, *, stays: bool, cache: bool = False) -> None:
+        """After backward: reshards as configured, and makes room for a reduction."""
         if self.settings.reshard_after_backward and not (self.forward_users or self.prefetched or stays):
             self.reshard(cache=cache)
-        self.schedule.room.make_room()  # a reduction follows, and takes memory before the next gather does
+        self.schedule.room.make_room()  # it takes memory before the next gather does
 
     @property
     def has_gradients(self) -> bool:

@@ -27,8 +27,8 @@ def division_for(size: int, dtype: torch.dtype, factor: float | None, force_sum:
     """The mean over `size` ranks, and a divisor at the end, after all-reduce: stock's arithmetic in the same order.
 
     The mean is that of the reduce-scatter, of which only the operation is left for replicas. float32 and bfloat16 have
-    range to spare: it is the collective's own AVG. Other dtypes could overflow in the sum or underflow in the division,
-    so about sqrt(factor) is divided before the sum and the rest after.
+    range to spare: it is the collective's own AVG, or a sum divided by the user's `factor`. Other dtypes could overflow
+    in the sum or underflow in the division, so about sqrt(factor) is divided before the sum and the rest after.
     """
     if dtype in (torch.float32, torch.bfloat16) and not force_sum:
         if factor is not None:

@@ -78,9 +78,9 @@ class Room:
             needs = int(group.counts_toward_depth and group.settings.reshard_after_forward)
         if self._taken + needs > self._limit and needs:
             if ahead:
-                if not self._frees(needs, but_for_backward=in_backward and self.by_bytes):
+                if not self._free_for(needs, but_for_backward=in_backward and self.by_bytes):
                     return False
-            elif not self._frees(needs) and self.by_bytes:
+            elif not self._free_for(needs) and self.by_bytes:
                 self._free_idle(group, needs)
         self.charge(group, needs)
         return True
@@ -93,12 +93,12 @@ class Room:
     def make_room(self) -> None:
         """Frees cached memory before a reduction takes memory: as the next gather would, or what has no later use."""
         if not self.by_bytes:
-            self._frees(1)
+            self._free_for(1)
             return
         while self._unneeded:
             self._free(next(iter(self._unneeded)))
 
-    def _frees(self, needs: int, *, but_for_backward: bool = False) -> bool:
+    def _free_for(self, needs: int, *, but_for_backward: bool = False) -> bool:
         """Frees cached memory until there is room; whether there is."""
         while self._taken + needs > self._limit:
             queue = self._unneeded or self._for_backward

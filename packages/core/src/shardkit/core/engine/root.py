@@ -7,7 +7,7 @@ import os
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import count, zip_longest
 from operator import attrgetter
 from typing import Any, TypeAlias
@@ -47,12 +47,12 @@ def initialise_root(root: State, *, same_names: bool = True) -> None:
     Without `same_names` a parameter may have another name on each rank, and groups are not compared.
     """
     if len(root.modules) > 1:
-        names = [type(module).__name__ for module in _alive(root)]
+        names = [type(module).__name__ for module in alive(root.modules)]
         raise RuntimeError(
             f"the group of modules {names} ran forward before any module that contains them all. Call fully_shard on "
             "the model that contains these modules, and run a forward pass through it first"
         )
-    (module,) = _alive(root)
+    (module,) = alive(root.modules)
     for outer in stock_modules_around(module):  # it takes our shards for tensor-parallel parameters, without gradients
         inner = next(name for name, one in outer.named_modules() if one is module)
         raise RuntimeError(
@@ -145,8 +145,8 @@ def _warn_of_smaller_meshes(groups: list[FSDPParamGroup]) -> None:
             return
 
 
-def _alive(state: State) -> list[nn.Module]:
-    return [module for reference in state.modules if (module := reference()) is not None]
+def alive(references: Iterable[weakref.ReferenceType[Any]]) -> list[Any]:
+    return [one for reference in references if (one := reference()) is not None]
 
 
 def _states_below(root: State, module: nn.Module) -> list[State]:
@@ -167,7 +167,7 @@ def _states_below(root: State, module: nn.Module) -> list[State]:
 def _set_names(states: list[State], root: nn.Module) -> None:
     names = {id(module): name for name, module in reversed(list(root.named_modules()))}
     for state in states:
-        own = [names.get(id(module), type(module).__name__) or type(root).__name__ for module in _alive(state)]
+        own = [names.get(id(module), type(module).__name__) or type(root).__name__ for module in alive(state.modules)]
         state.fqn = ", ".join(own)
         for group in state.groups:
             for param in group.params:

@@ -71,8 +71,8 @@ class Pass:
         is_open: whether it has begun and not ended.
         leaving: weakly, the autograd node through which backward leaves it; None if no input needs a gradient.
         has_backward: whether backward will visit it, because an output has a place in the graph.
-        forward: number of the outermost forward that it belongs to, from 1 on; 0 for a recomputation.
-        ended: its place among all passes, in the order in which they ended.
+        forward_number: of the outermost forward that it belongs to, from 1 on; 0 for a recomputation.
+        number: its place among all passes, in the order in which they ended.
         visited: whether backward has entered it, or skipped it.
     """
 
@@ -84,8 +84,8 @@ class Pass:
     is_open: bool = False
     leaving: weakref.ReferenceType[Any] | None = None
     has_backward: bool = False
-    forward: int = 0
-    ended: int = 0
+    forward_number: int = 0
+    number: int = 0
     visited: bool = False
 
 
@@ -119,14 +119,14 @@ class Backward:
         builds_graph: whether it builds a graph (`create_graph=True`).
         due: number of passes, in the order of forward, whose gathers it has not started.
         set_aside: passes that another backward will visit.
-        leaving: states that it has left, whose predecessors have yet to begin.
+        to_enter: number of states that it must enter, because it has left those that ran after them in forward.
     """
 
     number: int
     builds_graph: bool
     due: int
     set_aside: list[Pass]
-    leaving: int = 0
+    to_enter: int = 0
 
 
 class CommContext:
@@ -202,9 +202,9 @@ class CommContext:
     def reduce(self, make: Callable[[], Program], label: str, most_inputs: int) -> Ticket:
         """Starts the reduction whose program `make` makes, which allocates what it packs.
 
-        Waits before until so many earlier ones have freed their inputs (gradients, or packed buffers) that this one is
-        one of `most_inputs`. On streams the part of a reduction after its reduce-scatter (the all-reduce of HSDP)
-        overlaps with the rest of backward; on a CPU a later call waits for it.
+        Before that, waits until fewer than `most_inputs` earlier ones hold their inputs (gradients, or packed buffers).
+        On streams the part of a reduction after its reduce-scatter (the all-reduce of HSDP) overlaps with the rest of
+        backward; on a CPU a later call waits for it.
         """
         for ticket in list(itertools.islice(self._with_inputs, max(0, len(self._with_inputs) - most_inputs + 1))):
             ticket.wait_for_stage()
@@ -399,13 +399,13 @@ class Schedule:
         `of` is the pass whose output has called us, if it was one. Autograd will call `end`.
         """
         self.refuse_unended("a backward begins", inside=True)
-        elsewhere = {one.forward for one in self.passes if one.leaving is not None and one.forward}
+        elsewhere = {one.forward_number for one in self.passes if one.leaving is not None and one.forward_number}
         if of is not None:
-            elsewhere.discard(of.forward)
+            elsewhere.discard(of.forward_number)
         for one in reversed(self.passes):
-            if one.forward in elsewhere and self.will_be_left(one):
-                elsewhere.discard(one.forward)
-        aside = {id(one) for one in self.passes if one.forward in elsewhere}
+            if one.forward_number in elsewhere and self.will_be_left(one):
+                elsewhere.discard(one.forward_number)
+        aside = {id(one) for one in self.passes if one.forward_number in elsewhere}
         if self.forward is not None:
             aside |= self._before_inner_backward(self.forward, of)
         set_aside = [one for one in self.passes if id(one) in aside]
@@ -422,7 +422,7 @@ class Schedule:
         """
         undecided, skipped = [], set[int]()
         for one in self.passes:
-            if one.forward != forward.number or one is of or self.will_be_left(one):
+            if one.forward_number != forward.number or one is of or self.will_be_left(one):
                 continue
             undecided.append(id(one))
             if one.leaving is not None:
@@ -435,7 +435,7 @@ class Schedule:
         node = None if one.leaving is None else one.leaving()
         if node is None:  # its graph is gone, or no input needs a gradient
             return False
-        if one.forward and self.backward is not None and current_backward() != self.backward.number:
+        if one.forward_number and self.backward is not None and current_backward() != self.backward.number:
             return True  # asked in the inner backward of a recomputation, which knows only its own nodes
         return runs_in_this_backward(node)
 

@@ -1,11 +1,11 @@
 """A step, in order: what happens around the forward and the backward of the modules of each `fully_shard` call.
 
-    pre_forward    the outermost module begins an iteration; gathers, casts inputs, marks them so that post_backward
-                   runs when their gradients are done
-    post_forward   frees, marks the outputs so that pre_backward runs when their gradients arrive, casts them; the
-                   outermost module ends the forward
-    pre_backward   gathers again if necessary; the first one begins the backward
-    post_backward  frees, reduces gradients
+    pre_forward    the outermost module begins an iteration; casts inputs, gathers, marks the inputs so that
+                   post_backward runs when their gradients are done
+    post_forward   marks the outputs so that pre_backward runs when their gradients arrive, frees; the outermost
+                   module ends the forward; casts the outputs
+    pre_backward   the first one begins the backward; gathers again if necessary
+    post_backward  takes gradients, frees, reduces
     end_backward   does both for modules that no hook has reported, and waits for reductions
 
 A group of modules (`fully_shard([a, b])`) makes one *pass* from the first of them that runs to the last; a module that
@@ -41,7 +41,7 @@ from torch.distributed.tensor import DTensor
 from shardkit.core import events
 from shardkit.core.engine.group import FSDPParamGroup, Residence
 from shardkit.core.engine.handed import HandedContainers
-from shardkit.core.engine.root import initialise_root
+from shardkit.core.engine.root import alive, initialise_root
 from shardkit.core.engine.schedule import Backward, CommContext, Finalization, Forward, Pass, Schedule
 from shardkit.core.engine.transforms import Watch, watch_together
 from shardkit.core.optimizer_steps.plain_steps import lent, restore_interrupted_steps
@@ -81,7 +81,7 @@ class FSDPState:
     """The state of the modules of one call.
 
     Attributes:
-        groups: one, plus one for 0-dim parameters and one for each tied parameter.
+        groups: one for each mesh, one more for its replicated parameters, and one for each tied parameter.
         schedule: shared by the states of one root from the first forward on, as `index` and `fqn`.
         is_root: None until that is known.
         in_backward: whether backward has entered it and not left it.
@@ -245,7 +245,7 @@ class FSDPState:
         except ValueError:
             follows = False
         if self.forward_prefetch:
-            _gather_listed(schedule, _alive(self.forward_prefetch), in_backward=False)
+            _gather_listed(schedule, alive(self.forward_prefetch), in_backward=False)
         elif follows:
             forward.due = max(forward.due, forward.expected)
             end = min(len(schedule.order), forward.expected + schedule.room.states_ahead)
@@ -364,8 +364,8 @@ class FSDPState:
         if for_backward:
             recomputed = schedule.backward is not None
             if not (recomputed and any(one.state == ended.state for one in reversed(schedule.passes))):
-                ended.forward = 0 if recomputed or schedule.forward is None else schedule.forward.number
-                ended.ended = next(schedule.pass_numbers)
+                ended.forward_number = 0 if recomputed or schedule.forward is None else schedule.forward.number
+                ended.number = next(schedule.pass_numbers)
                 schedule.passes.append(ended)
                 del schedule.passes[:-_LONGEST]
             if recomputed:
@@ -457,7 +457,7 @@ class FSDPState:
 
         Not at `fully_shard`: modules are put in between, such as adapters.
         """
-        modules = [module for top in self.modules if (module := top()) is not None]
+        modules: list[nn.Module] = alive(self.modules)
         for module in modules:  # and those that are added below
             modules += [child for child in module.children() if state_of(child) is None]
         return [weakref.ref(one) for one in modules if not type(one).__module__.startswith("torch.nn.modules.")]
@@ -519,7 +519,7 @@ class FSDPState:
             return
         passes = schedule.passes
         if self.backward_prefetch:
-            listed = _alive(self.backward_prefetch)
+            listed = alive(self.backward_prefetch)
             _gather_listed(schedule, listed, in_backward=True)
             in_order = {one.state for one in passes[-len(listed) :]}
             for state in listed:
@@ -545,19 +545,19 @@ class FSDPState:
         """
         schedule, backward = self.schedule, self.schedule.backward
         assert backward is not None
-        backward.leaving += 1
-        if backward.leaving > 1:  # called by a state that the loop below enters
+        backward.to_enter += 1
+        if backward.to_enter > 1:  # called by a state that the loop below enters
             return
         try:
-            while backward.leaving and schedule.passes:
+            while backward.to_enter and schedule.passes:
                 following = schedule.passes[-1]
                 state: FSDPState | None = schedule.states[following.state]()
                 if state is None:
                     break
                 state.pre_backward(of=following)
-                backward.leaving -= 1
+                backward.to_enter -= 1
         finally:
-            backward.leaving = 0
+            backward.to_enter = 0
 
     def _enter_parent(self, of: Pass) -> None:
         if of.backward_parent is not None:
@@ -595,7 +595,7 @@ class FSDPState:
         ended = schedule.backward or Backward(-1, False, 0, [])
         schedule.backward = None
         if ended.set_aside:  # in the order of forward again, which the next backward reverses
-            schedule.passes = sorted((*ended.set_aside, *schedule.passes), key=attrgetter("forward", "ended"))
+            schedule.passes = sorted((*ended.set_aside, *schedule.passes), key=attrgetter("forward_number", "number"))
         try:
             schedule.backwards += 1
             for state in reversed(schedule.all_states):
@@ -732,10 +732,6 @@ def _gather_listed(schedule: Schedule, listed: Iterable[FSDPState], *, in_backwa
                 return
         elif group.settings.unshard_in_backward or not in_backward:
             group.unshard(in_backward=in_backward)
-
-
-def _alive(references: Iterable[weakref.ReferenceType[FSDPState]]) -> list[FSDPState]:
-    return [state for reference in references if (state := reference()) is not None]
 
 
 def _tell_found(group: FSDPParamGroup) -> None:

@@ -8,7 +8,7 @@ Tensors of a parameter, in the order of its life:
     shard           a LocalShard: that chunk in its memory, and how it is gathered
     flats           1-D tensors over the unsharded storage, world_size slots long: what the network writes
     unsharded_param nn.Parameter over the same storage, in the original's form: what forward and backward see
-    accumulated     unsharded gradient of backwards without gradient sync, in reduce_dtype
+    accumulated     unsharded gradient of backwards without gradient sync, once cast to the dtype of sums; else in .grad
     partial         HSDP: sum over the shard group of backwards without all-reduce
 
 Note [Storage that comes and goes]
@@ -180,7 +180,7 @@ class Slot:
 
 @dataclass(frozen=True, eq=False)
 class LocalShard:
-    """This rank's part of a parameter in its memory; another one for other memory or dtypes.
+    """This rank's part of a parameter; made anew when its memory or dtypes change.
 
     Attributes:
         local_tensor: that of the sharded parameter.
@@ -346,14 +346,14 @@ class FSDPParam:
     @property
     def shard_to_share(self) -> torch.Tensor | None:
         """The shard, if it could be moved to memory that peers on this host can read, and is not there yet."""
-        local = self.shard.tensor
-        if type(local) is not torch.Tensor or local.device.type != "cpu" or not local.numel() or locate(local):
+        shard = self.shard.tensor
+        if type(shard) is not torch.Tensor or shard.device.type != "cpu" or not shard.numel() or locate(shard):
             return None
-        return None if self.shard.aliased or self.shard.subclass else local
+        return None if self.shard.aliased or self.shard.subclass else shard
 
-    def move_shard(self, local: torch.Tensor) -> None:
+    def move_shard(self, shard: torch.Tensor) -> None:
         """Moves the shard to other memory with the same contents. Tensors over the old memory are detached from it."""
-        self.shard = replace(self.shard, local_tensor=self.form.local(local), tensor=local)
+        self.shard = replace(self.shard, local_tensor=self.form.local(shard), tensor=shard)
         replace_local(self.sharded_param, self.shard.local_tensor)
 
     def set_mixed_precision(self, policy: MixedPrecisionPolicy) -> None:

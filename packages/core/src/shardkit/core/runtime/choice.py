@@ -123,8 +123,8 @@ def transport_for(group: dist.ProcessGroup, device: torch.device, registered: bo
             transport = SharedTransport(group, device, neighbours)
         else:
             memory = registered_pool(group, device) if registered else None
-            direct = coalesces(torch_compat.backend_of(group, device))
-            transport = C10dTransport(group, device, direct=direct, memory=memory)
+            together = coalesces(torch_compat.backend_of(group, device))
+            transport = C10dTransport(group, device, coalesces=together, memory=memory)
         by_kind[device, registered] = weakref.ref(transport)
     return transport
 

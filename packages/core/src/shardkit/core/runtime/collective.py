@@ -34,19 +34,19 @@ PLAIN_DTYPES = {torch.float32, torch.bfloat16, torch.float16, torch.float64, tor
 class C10dTransport(Transport):
     """All-gather and reduce-scatter of flat buffers with equal, padded slots.
 
-    With `direct` (a backend that coalesces, NCCL) a list of buffers runs in place in one launch. Without it each call
-    receives one buffer and uses the plain collectives, which every backend has. With `memory`, unsharded parameters,
-    packed buffers and outputs lie there (runtime/memory.py, Note [Registered memory]).
+    If the backend `coalesces` (NCCL before torch 2.15), a list of buffers runs in place in one launch. If not, each
+    call receives one buffer and uses the plain collectives, which every backend has. With `memory`, unsharded
+    parameters, packed buffers and outputs lie there (runtime/memory.py, Note [Registered memory]).
     """
 
     name = "c10d"
     collective = True
 
     def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, *, direct: bool, memory: Pool | None = None
+        self, group: dist.ProcessGroup, device: torch.device, *, coalesces: bool, memory: Pool | None = None
     ) -> None:
         super().__init__(group, device)
-        self.direct = direct
+        self.coalesces = coalesces
         if memory is not None:
             self.registered_memory = memory
         self._averages = has_average(group, device)
@@ -93,7 +93,7 @@ class C10dTransport(Transport):
         inputs = [output.narrow(0, self.rank * chunk, chunk) for output, chunk in zip(outputs, chunks, strict=True)]
         if len(inputs) == 1:
             return (torch_compat.all_gather_flat(outputs[0], inputs[0], group=self.group, async_op=self._async),)
-        assert self.direct, "plans pack what cannot run in one launch"
+        assert self.coalesces, "plans pack what cannot run in one launch"
         return (torch_compat.all_gather_coalesced(self.group, outputs, inputs, self._async),)
 
     def exchange(
@@ -113,7 +113,7 @@ class C10dTransport(Transport):
         if len(inputs) == 1:
             call = torch_compat.reduce_scatter_flat
             return (call(outputs[0], inputs[0], op=op, group=self.group, async_op=self._async),)
-        assert self.direct, "plans pack what cannot run in one launch"
+        assert self.coalesces, "plans pack what cannot run in one launch"
         return (torch_compat.reduce_scatter_coalesced(self.group, list(outputs), list(inputs), op, self._async),)
 
     def reduce(self, plan: ReducePlan, grads: list[torch.Tensor], mean: Mean) -> Reduction:
@@ -154,7 +154,7 @@ class CustomTransport(C10dTransport):
     name = "custom"
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, comm: Any) -> None:
-        super().__init__(group, device, direct=False)
+        super().__init__(group, device, coalesces=False)
         self._comm = comm
 
     def all_gather(self, buffers: Sequence[torch.Tensor]) -> Sequence[dist.Work | None]:

@@ -116,14 +116,14 @@ class Transport(ABC):
         collective: whether the backend's collectives move the bytes. They take equal, padded rows and sum on the way,
             so small items, and items that have no such rows, are packed into one buffer. If not, every item goes
             direct, and gradients are sent without summing to their owner, which sums them.
-        direct: whether collectives move a list of tensors in place in one launch; if not, plans pack everything.
+        coalesces: whether collectives move a list of tensors in place in one launch; if not, plans pack everything.
         peers_read_shards: whether peers read this rank's shards in place, until `wait_until_read`.
         registered_memory: memory that is allocated inside is registered with the network, if the user asked for that.
     """
 
     name = "custom"
     collective = False
-    direct = True
+    coalesces = True
     peers_read_shards = False
     registered_memory: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
 
@@ -451,7 +451,7 @@ def _wire_dtype(transport: Transport, grad_dtype: torch.dtype, reduce_dtype: tor
 def _goes_direct(layout: ChunkLayout, itemsize: int, transport: Transport) -> bool:
     if not transport.collective:
         return True
-    return transport.direct and layout.has_equal_slots and layout.padded_local_numel * itemsize >= SMALL_BYTES
+    return transport.coalesces and layout.has_equal_slots and layout.padded_local_numel * itemsize >= SMALL_BYTES
 
 
 def _reduces_direct(layout: ChunkLayout, wire_dtype: torch.dtype, as_is: bool, transport: Transport) -> bool:

@@ -88,7 +88,7 @@ class SimulatedTransport(Transport):
         super().__init__(group, device)
         # torch 2.15's NCCL launches each collective by itself, so that core packs everything (runtime/choice.py).
         together = torch.__version__ < (2, 15)  # type: ignore[operator]  # torch declares a str
-        self.direct = kind == "nccl" and (together or os.environ.get("TORCH_DIST_USE_NCCL2") == "0")
+        self.coalesces = kind == "nccl" and (together or os.environ.get("TORCH_DIST_USE_NCCL2") == "0")
         self.collective = kind != "shared"
         self.kind = kind
         self._local = neighbourhood(group, ranks_per_host).local

@@ -147,7 +147,7 @@ class CompressedTransport(Transport):
         report_allocated(total, plan.label, "reduce_input")
         self._pack(plan, rows, grads, outgoing.zero_(), plan.output_views(total))
         grads.clear()
-        report_allocated(0, plan.label, "gradient")
+        report_allocated(0, plan.label, "gradient")  # for listeners: taken over, and freed already
         return self._reduce(plan, rows, outgoing, total, mean.as_sum(self.world_size))
 
     def _reduce(
