@@ -39,6 +39,6 @@ def moved(place: Place, way: str) -> None:
                     assert receiver.receive() == version
                     assert torch.equal(there["w"], values + version), (in_place, version)
                     if version < 2:  # the sender is still there
-                        kinds = {type(one._link).__name__ for one in receiver._inlets.values()}
+                        kinds = {type(one.link).__name__ for one in receiver._inlets.values()}
                         assert kinds == {"_OneGPU" if way == "IPC" else "_Pair"}, kinds
         dist.barrier()

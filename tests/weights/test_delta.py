@@ -136,7 +136,7 @@ def test_only_changes_are_sent_to_those_that_have_the_version_before(way, cast, 
         assert are_equal()
     if way == "shared memory":
         return
-    receivers[0]._layout.staging.part(0, 0, 1)[0] += 1  # as after an error of the memory
+    receivers[0]._layout.staging[0].data[0] += 1  # as after an error of the memory
     assert send(5) > changed and are_equal()
     assert send(6) and are_equal()  # whole where a transfer had failed, maybe from the receiver before
     assert send(7) == changed and are_equal()

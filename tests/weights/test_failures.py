@@ -6,15 +6,13 @@ import signal
 import threading
 import time
 from concurrent.futures import CancelledError
-from typing import NamedTuple
 
 import pytest
 import torch
 
-from shardkit.weights import SendersClosed, WeightReceiver, WeightSender, coordinator, targets_of, wire
+from shardkit.weights import SendersClosed, WeightReceiver, WeightSender, coordinator, shared, targets_of, wire
 from shardkit.weights.coordinator import Coordinator
 from shardkit.weights.plan import plan
-from shardkit.weights.shared import SharedStaging
 from tests.support.waiting import await_true
 from tests.weights.processes import TIMEOUT, Cast, free_address
 
@@ -279,11 +277,14 @@ def test_a_receiver_that_gives_up_passes_on_nothing_more(cast):
 
 def pass_on_late(pipe, address):
     """A receiver that hands its first bucket on when it is told to, as after a stop; the next ones at once."""
-    place = SharedStaging.part
-    late = [True]
+    opened, late = shared.opened, [True]
 
-    class Late(NamedTuple):
-        memory: torch.Tensor
+    class Late:
+        def __init__(self, memory):
+            self.memory = memory
+
+        def __getitem__(self, part):
+            return Late(self.memory[part]) if late and late.pop() else self.memory[part]
 
         def copy_(self, data):
             data = data.clone()
@@ -292,7 +293,7 @@ def pass_on_late(pipe, address):
             self.memory.copy_(data)
             pipe.send("written")
 
-    SharedStaging.part = lambda *args: Late(place(*args)) if late and late.pop() else place(*args)
+    shared.opened = lambda place: None if (memory := opened(place)) is None else Late(memory)
     with WeightReceiver(address, targets_of(state(0)), timeout=TIMEOUT, name="late") as one:
         while True:
             one.receive()

@@ -4,19 +4,18 @@ Note [Rounds]
 Peers ask, and wait for the answer. A sender asks to send a version, and is told how it went. A receiver asks for the
 next version, and is told to begin; when it has all of its bytes, it asks whether to take them.
 
-A version is sent in a round. It begins when all senders ask for the same version and all receivers that have joined are
-in `receive()`; those that are not, until the timeout, miss it. It ends when each of these has all of its bytes, or is
-gone, or asks for the next version because this one has failed. If a sender is lost, nobody takes the version. Otherwise
-those that have it are told to take it, all at once.
+A version is sent in a round, which begins when all senders ask for it and all receivers that have joined are in
+`receive()`; those that are not, until the timeout, miss it. It ends when each receiver has all of its bytes, is gone or
+has failed. If a sender is lost, nobody takes the version; otherwise those that have it take it, all at once.
 
-Nobody waits for a peer that is stopped: it shows no sign of life. Receivers watch the progress of their own transfers
-and give up one that stalls, so a round has no timeout as long as bytes move.
+Nobody waits for a peer that shows no sign of life. Receivers give up a transfer that stalls, so a round has no timeout
+as long as bytes move.
 
 Note [Chains]
-Receivers that want the same form a chain. The first gets its bytes from the senders, and each other one from the one
-before it, as they come, so that the work of a sender does not grow with their number. Receivers of one host are
-neighbours. Those that have the version before come first, so that changes can be passed on as far as somebody can use
-them. When nothing more comes from the receiver before it, a receiver gets the rest from the senders.
+Receivers that want the same form a chain: the first gets its bytes from the senders, each other one from the one before
+it, as they come, so that the work of a sender does not grow with their number. Receivers of one host are neighbours.
+Those that have the version before come first, so that changes are passed on as far as somebody can use them. When
+nothing more comes from the receiver before it, a receiver gets the rest from the senders.
 """
 
 from __future__ import annotations
@@ -32,36 +31,27 @@ from shardkit.weights.wire import Connection, Message, News
 
 
 @dataclass(eq=False)
-class _Sender:
-    """A sender that has joined; receivers reach it at `place`. `asks` is its question, {} if it has none."""
+class _Peer:
+    """One that has joined; receivers reach it at `place`. `asks` is its question, {} if it has none."""
 
     place: Message
     connection: Connection
     asks: Message = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class _Sender(_Peer):
     held: list[Held] = field(default_factory=list)
 
 
 @dataclass(eq=False)
-class _Receiver:
-    """A receiver that has joined.
-
-    Attributes:
-        turn: a number; receivers that want the same have the same.
-        asks: its question; {} if it has none.
-        layout: what it has been told of its plan.
-        taking: whether it is in the round.
-        problem: why it does not get the version.
-    """
-
-    name: str
-    place: Message
-    wants: tuple[Wanted, ...]
-    turn: int
-    connection: Connection
-    asks: Message = field(default_factory=dict)
-    layout: Message | None = None
-    taking: bool = False
-    problem: str = ""
+class _Receiver(_Peer):
+    name: str = ""
+    wants: tuple[Wanted, ...] = ()
+    turn: int = 0  # a number that those that want the same have in common
+    layout: Message | None = None  # what it has been told of its plan
+    taking: bool = False  # whether it is in the round
+    problem: str = ""  # why it does not get the version
 
     def fails(self, reason: str) -> None:
         """It does not get the version, if it is in the round."""
@@ -70,9 +60,8 @@ class _Receiver:
 
 
 class Coordinator:
-    """Waits until all `world_size` senders ask to send a version and `receivers` have joined, then has it sent.
-
-    All methods but `__init__` run in the loop of an `IOThread`.
+    """Waits until all `world_size` senders ask to send a version and `receivers` have joined, then has it sent; in the
+    loop of an `IOThread`.
     """
 
     def __init__(self, world_size: int, receivers: int, bucket: int, timeout: float) -> None:
@@ -97,12 +86,12 @@ class Coordinator:
             else:
                 wants = tuple(decode(Wanted, hello["wants"]))
                 turn = self._turns.setdefault(wants, len(self._turns))
-                await self._serve_receiver(_Receiver(str(hello["name"]), place, wants, turn, connection))
+                receiver = _Receiver(place, connection, name=str(hello["name"]), wants=wants, turn=turn)
+                await self._serve_receiver(receiver)
         except (KeyError, TypeError, ValueError) as error:
             await self._say(connection, {"op": "refused", "reason": f"a message without sense: {error!r}"})
 
     async def run(self) -> None:
-        """Sends version after version, until cancelled."""
         while True:
             await self._news.until(lambda: any(one.asks for one in self._senders.values()))
             try:
@@ -125,11 +114,8 @@ class Coordinator:
     # -- peers
 
     async def _serve_sender(self, sender: _Sender, hello: Message) -> None:
-        rank, seen, expected = (
-            int(hello["rank"]),
-            (hello["world_size"], hello["bucket"]),
-            (self._world_size, self._bucket),
-        )
+        rank, seen = int(hello["rank"]), (hello["world_size"], hello["bucket"])
+        expected = self._world_size, self._bucket
         if seen != expected or not 0 <= rank < self._world_size:
             reason = (
                 f"sender {rank} has (world_size, bucket) = {seen}, sender 0 has {expected}; give all senders the same, "
@@ -142,7 +128,7 @@ class Coordinator:
         self._senders[rank] = sender
         if not self._under_way:
             self._lost.pop(rank, None)
-        sender.connection.beat(lambda: bool(sender.asks))
+        sender.connection.spawn(sender.connection.beat(lambda: bool(sender.asks)))
         reason = "its process has ended"
         try:
             while (message := await sender.connection.hear(self._timeout))["op"] == "send":
@@ -166,7 +152,7 @@ class Coordinator:
 
     async def _serve_receiver(self, receiver: _Receiver) -> None:
         self._receivers[receiver.place["id"]] = receiver
-        receiver.connection.beat(lambda: bool(receiver.asks))
+        receiver.connection.spawn(receiver.connection.beat(lambda: bool(receiver.asks)))
         reason = "its process has ended, or receive() was interrupted"
         try:
             while True:
@@ -183,8 +169,7 @@ class Coordinator:
                     case "taken":
                         receiver.taking = False
                     case "offered":
-                        offered = {"op": "offered", "yes": self._awaits_receivers}
-                        await self._say(receiver.connection, offered)
+                        await self._say(receiver.connection, {"op": "offered", "yes": self._awaits_receivers})
                     case "stop" if receiver.asks:  # else it has been told to begin
                         await self._answer({receiver: {"op": "stopped"}})
         except TimeoutError as error:
@@ -198,9 +183,7 @@ class Coordinator:
     # -- rounds
 
     async def _send_version(self) -> Message:
-        """Sends what all ask for; returns what the senders are told. Raises ConnectionError if one is lost,
-        RuntimeError if peers are absent or do not agree, ValueError as `Provided`.
-        """
+        """Sends what all ask for; returns what the senders are told."""
         version = await self._agreed()
         self._under_way = self._awaits_receivers = True
         await self._until(self._all_wait, self._timeout)
@@ -216,7 +199,9 @@ class Coordinator:
             self._provided = Provided({rank: one.held for rank, one in self._senders.items()})
             self._layouts.clear()
         names = set(self._provided.tensors)
-        await self._plan(self._provided, joined)
+        for one in joined:
+            if one.turn not in self._layouts:
+                self._layouts[one.turn] = await self._layout(self._provided, one)
         self._round += 1
         begin = {"op": "begin", "round": self._round, "version": version, "timeout": self._timeout}
         told: dict[_Receiver, Message] = {}
@@ -247,7 +232,7 @@ class Coordinator:
         }
 
     async def _agreed(self) -> int:
-        """Waits until all senders ask, and returns the version for which they do."""
+        """The version for which all senders ask."""
 
         def versions() -> dict[int, int]:
             return {rank: one.asks["version"] for rank, one in sorted(self._senders.items()) if one.asks}
@@ -274,19 +259,14 @@ class Coordinator:
     def _all_wait(self) -> bool:
         return len(self._receivers) >= self._least and all(one.asks for one in self._receivers.values())
 
-    async def _plan(self, provided: Provided, joined: Sequence[_Receiver]) -> None:
-        """Makes the layouts that receivers need, or says why they cannot take part."""
-        places = {rank: one.place for rank, one in self._senders.items()}
-        for one in joined:
-            if one.turn not in self._layouts:
-                try:  # in a thread: it may take seconds, and peers must see that this process lives
-                    pieces = await asyncio.to_thread(plan, provided, one.wants, bucket=self._bucket, turn=one.turn)
-                    senders = {rank: [places[rank], encode(some)] for rank, some in pieces.items()}
-                    self._layouts[one.turn] = {"bucket": self._bucket, "senders": senders}
-                except ValueError as error:
-                    self._layouts[one.turn] = {"refused": str(error)}
-
-    # -- telling
+    async def _layout(self, provided: Provided, one: _Receiver) -> Message:
+        """Who sends what to a receiver, or why it cannot take part."""
+        places = {rank: each.place for rank, each in self._senders.items()}
+        try:  # in a thread: it may take seconds, and peers must see that this process lives
+            pieces = await asyncio.to_thread(plan, provided, one.wants, bucket=self._bucket, turn=one.turn)
+        except ValueError as error:
+            return {"refused": str(error)}
+        return {"bucket": self._bucket, "senders": {at: [places[at], encode(some)] for at, some in pieces.items()}}
 
     async def _answer(self, answers: Mapping[_Receiver, Message] | Mapping[_Sender, Message]) -> None:
         for peer in answers:
@@ -294,7 +274,7 @@ class Coordinator:
         await asyncio.gather(*(self._say(peer.connection, message) for peer, message in answers.items()))
 
     async def _say(self, connection: Connection, message: Message) -> None:
-        """Sends a message. A peer that does not read is disconnected; that it is gone is seen where it is served."""
+        """Disconnects a peer that does not read; that it is gone is seen where it is served."""
         try:
             async with asyncio.timeout(self._timeout):
                 await connection.send(message)
@@ -303,7 +283,7 @@ class Coordinator:
 
 
 def _chains(taking: Sequence[_Receiver]) -> list[list[_Receiver]]:
-    """Receivers of the same bytes in the order in which they pass them on; see Note [Chains]."""
+    """In the order in which they pass bytes on; see Note [Chains]."""
     chains: dict[int, list[_Receiver]] = {}
     for one in sorted(taking, key=lambda one: (-(one.asks["base"] or 0), one.place["host"])):
         chains.setdefault(one.turn, []).append(one)

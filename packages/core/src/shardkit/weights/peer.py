@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from abc import ABC, abstractmethod
 from typing import Self
 
 from shardkit.weights.wire import Connection, IOThread, Message, News, call, listen, parse, secret_for, serve
@@ -12,14 +11,12 @@ from shardkit.weights.wire import Connection, IOThread, Message, News, call, lis
 _RETRY = 0.1  # seconds
 
 
-class Peer(ABC):
-    """A process that joins sender 0 when it has something to ask; closed at the end of a `with` block.
-
-    All coroutines run in the loop of an `IOThread`.
+class Peer:
+    """A process that joins sender 0, with the message `_hello`, when it has something to ask. All coroutines run in the
+    loop of an `IOThread`.
     """
 
     _hello: Message
-    """The first message to sender 0."""
 
     def __init__(self, address: str, timeout: float) -> None:
         self._address, self._timeout = address, timeout
@@ -55,14 +52,14 @@ class Peer(ABC):
     async def _join_now(self) -> None:
         connection = await call(self._host, self._port, self._secret)
         try:
-            listener = listen(connection.own_host, 0)
+            listener = listen(connection.hosts[0], 0)
             connection.spawn(serve(listener, self._secret, self._serve))
             host, port = listener.getsockname()[:2]
             await connection.send({**self._hello, "host": host, "port": port})
         except BaseException:
             connection.close()
             raise
-        connection.beat()
+        connection.spawn(connection.beat())
         self._control = connection
 
     async def _ask(self, question: Message) -> Message:
@@ -84,6 +81,6 @@ class Peer(ABC):
             self._control.close()
         self._control = None
 
-    @abstractmethod
     async def _serve(self, connection: Connection) -> None:
         """Sends a receiver the buckets that it asks for, in version after version."""
+        raise NotImplementedError

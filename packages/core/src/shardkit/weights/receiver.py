@@ -16,15 +16,16 @@ from typing import Any
 
 import torch
 
+from shardkit.weights import devices
 from shardkit.weights.boxes import Piece, decode, encode
 from shardkit.weights.delta import apply
 from shardkit.weights.packing import Values, pack, unpack
 from shardkit.weights.peer import Peer
 from shardkit.weights.plan import Runs, buckets
-from shardkit.weights.shared import Staging
-from shardkit.weights.streams import Bucket, Buckets, Inlet, Outlet
+from shardkit.weights.shared import Staging, staging
+from shardkit.weights.streams import Bucket, Buckets, Outlet, read
 from shardkit.weights.targets import Target
-from shardkit.weights.wire import Connection, Message
+from shardkit.weights.wire import Connection, Message, call
 
 
 class SendersClosed(ConnectionError):
@@ -40,12 +41,13 @@ class _Layout:
 
     Attributes:
         senders: where each is, and its pieces; `runs` has these in buckets.
+        staging: the bytes beside the targets, by sender; None in place.
         holds: the version that `staging` has, by the number of its round.
     """
 
     senders: dict[int, tuple[Message, list[list[Any]]]]
     runs: dict[int, Runs]
-    staging: Staging | None = None
+    staging: dict[int, Staging] | None = None
     holds: int | None = None
 
 
@@ -117,7 +119,7 @@ class WeightReceiver(Peer):
         self._round: _Round | None = None
         self._begun = 0  # the last round
         self._free = Buckets(0)
-        self._inlets: dict[tuple[str, int], Inlet] = {}  # by process, and the sender whose bytes come
+        self._inlets: dict[tuple[str, int], Connection] = {}  # by process, and the sender whose bytes come
         self._device = self._views[0].tensor.device
         self._patience = timeout
         self._waiting = self._closed = False
@@ -165,11 +167,9 @@ class WeightReceiver(Peer):
 
     def _write(self, taken: _Round) -> None:
         """Copies a version from beside the targets into them."""
-        if (staging := taken.layout.staging) is None:
-            return
-        for rank, runs in taken.layout.runs.items():
-            for offset, nbytes, pieces in runs:
-                self._unpack(pieces, staging.part(rank, offset, nbytes))
+        for rank, beside in (taken.layout.staging or {}).items():
+            for offset, nbytes, pieces in taken.layout.runs[rank]:
+                self._unpack(pieces, beside.data[offset : offset + nbytes])
 
     def _unpack(self, pieces: Sequence[Piece], data: torch.Tensor) -> None:
         device = self._views[pieces[0].want].tensor.device
@@ -266,11 +266,12 @@ class WeightReceiver(Peer):
             raise
         finally:
             if found is not None and problem:
-                self._fail(found, problem)
+                found.problem = found.problem or problem
+                self._news.tell()
                 await self._give_up(found)
 
     async def _verdict(self) -> str:
-        """Asks whether to take what has come; why not, or "". Others may be slower."""
+        """Why not to take what has come, or "". Others may be slower."""
         try:
             answer = await self._ask({"op": "take"})
         except (OSError, TimeoutError) as error:
@@ -287,7 +288,7 @@ class WeightReceiver(Peer):
         layout, before = self._layout, begin["before"]
         if not self._in_place and layout.staging is None:
             sizes = {rank: sum(nbytes for _, nbytes, _ in runs) for rank, runs in layout.runs.items()}
-            layout.staging = Staging(sizes)
+            layout.staging = staging(sizes)
         self._patience = min(self._timeout, begin["timeout"])
         self._begun = int(begin["round"])
         found = _Round(self._begun, int(begin["version"]), layout, before, bool(begin["one_host"]))
@@ -321,11 +322,6 @@ class WeightReceiver(Peer):
         for key in [key for key in self._inlets if key[0] not in but]:
             self._inlets.pop(key).close()
 
-    def _fail(self, found: _Round, reason: str) -> None:
-        if not found.problem:
-            found.problem = reason
-            self._news.tell()
-
     # -- the bytes of one sender
 
     async def _pull(self, found: _Round, rank: int) -> None:
@@ -338,7 +334,9 @@ class WeightReceiver(Peer):
             try:
                 if key not in self._inlets:
                     hello = {"rank": rank, "pieces": pieces if place is sender else None}
-                    self._inlets[key] = await Inlet.opened(place, self._secret, self._device, self._patience, hello)
+                    inlet = self._inlets[key] = await call(place["host"], place["port"], self._secret)
+                    inlet.patience = self._patience
+                    await inlet.send({**hello, "device": devices.place_of(self._device)})
                 await self._pull_from(self._inlets[key], found, rank, base)
                 return
             except Exception as error:  # noqa: BLE001 - whatever it is, the version is not complete
@@ -348,32 +346,32 @@ class WeightReceiver(Peer):
             if found.problem:
                 return
         left = sum(nbytes for _, nbytes, _ in layout.runs[rank][found.done[rank] :])
-        self._fail(found, f"the bytes of sender {rank} ended with {left} to come: {problem}")
+        found.problem = found.problem or f"the bytes of sender {rank} ended with {left} to come: {problem}"
 
-    async def _pull_from(self, inlet: Inlet, found: _Round, rank: int, base: int | None) -> None:
+    async def _pull_from(self, inlet: Connection, found: _Round, rank: int, base: int | None) -> None:
         """Writes bucket after bucket to where it belongs. Meanwhile those of other senders come."""
-        layout, first = found.layout, found.done[rank]
-        segment = layout.staging.place(rank) if layout.staging is not None else None
+        runs, first = found.layout.runs[rank], found.done[rank]
+        beside = found.layout.staging[rank] if found.layout.staging is not None else None
         ask = {"round": found.number, "version": found.version, "first": first, "base": base}
-        await inlet.connection.send({**ask, "segment": segment, "one_host": found.one_host})
-        for number in range(first, len(layout.runs[rank])):
-            message = await inlet.connection.receive()
-            offset, nbytes, pieces = layout.runs[rank][number]
+        await inlet.send({**ask, "segment": beside and beside.place, "one_host": found.one_host})
+        for number in range(first, len(runs)):
+            message = await inlet.receive()
+            offset, nbytes, pieces = runs[number]
             if (message.get("at"), message.get("nbytes")) != (offset, nbytes):
                 raise ConnectionError(f"it sends {message}, expected {nbytes} bytes at {offset}")
-            here = layout.staging.part(rank, offset, nbytes) if layout.staging is not None else None
+            here = beside.data[offset : offset + nbytes] if beside is not None else None
             by_device = message["by"] == "device"
             if here is not None and (changes := message.get("changes")):
                 data = torch.empty(min(int(changes["bytes"]), nbytes), dtype=torch.uint8)
-                await inlet.read(message, data)
+                await read(inlet, message, data)
                 await asyncio.to_thread(apply, changes, data, pieces, here)
                 found.changes[rank, number] = changes, data
             elif here is not None and not by_device:
-                await inlet.read(message, here)
+                await read(inlet, message, here)
             else:
                 async with self._free.taken() as bucket:
                     data = bucket.on(self._device if by_device else torch.device("cpu"), nbytes)
-                    await inlet.read(message, data)
+                    await read(inlet, message, data)
                     if here is None:
                         self.valid, self.version = False, None
                         await asyncio.to_thread(self._unpack, pieces, data)
@@ -381,28 +379,27 @@ class WeightReceiver(Peer):
                         await asyncio.to_thread(here.copy_, data)
             found.done[rank] = number + 1
             self._news.tell()
-        await inlet.connection.receive()  # that all are as they were when they were sent
-        found.done[rank] = len(layout.runs[rank]) + 1
+        await inlet.receive()  # that all are as they were when they were sent
+        found.done[rank] = len(runs) + 1
         self._news.tell()
 
     async def _serve(self, connection: Connection) -> None:
         """Sends the receiver after this one what has come from one sender."""
         hello = await connection.receive()
         rank = int(hello["rank"])
-        with contextlib.closing(Outlet(connection, hello, self._patience)) as outlet:
-            while True:
-                ask = await outlet.asked()
-                found, before = await self._round_of(ask), outlet.nbytes
-                ready = partial(self._here, found, rank)
-                packed = partial(self._packed, found, rank, ask["base"])
-                await outlet.send(range(int(ask["first"]), len(found.layout.runs[rank])), self._free, ready, packed)
-                self.passed_on += outlet.nbytes - before
+        outlet = Outlet(connection, hello, self._patience)
+        while True:
+            ask = await outlet.asked()
+            if (found := await self._round_of(int(ask["round"]))) is None:
+                return  # it is over
+            numbers = range(int(ask["first"]), len(found.layout.runs[rank]))
+            packed = partial(self._packed, found, rank, ask["base"])
+            await outlet.send(numbers, self._free, partial(self._here, found, rank), packed)
+            self.passed_on += outlet.nbytes
 
-    async def _round_of(self, ask: Message) -> _Round:
-        await self._news.until(lambda: self._begun >= ask["round"], self._timeout)
-        if self._round is None or self._round.number != ask["round"]:
-            raise ConnectionError(f"round {ask['round']} is over; read the logs of both receivers")
-        return self._round
+    async def _round_of(self, number: int) -> _Round | None:
+        await self._news.until(lambda: self._begun >= number, self._timeout)
+        return self._round if self._round is not None and self._round.number == number else None
 
     async def _here(self, found: _Round, rank: int, number: int) -> None:
         await self._news.until(lambda: found.done[rank] > number or bool(found.problem))
@@ -423,7 +420,7 @@ class WeightReceiver(Peer):
             message["changes"], data = found.changes[rank, number]
             return message, data
         if found.layout.staging is not None:
-            return message, found.layout.staging.part(rank, offset, nbytes)
+            return message, found.layout.staging[rank].data[offset : offset + nbytes]
         if odd := next((one for one in pieces if one.dtype != self._views[one.want].tensor.dtype), None):
             raise ConnectionError(f"{odd.name}: this receiver has cast it; ask the sender for it")
         data = bucket.on(self._device, nbytes)

@@ -201,7 +201,7 @@ class WeightSender(Peer):
         for receiver, reason in answer["failed"].items():
             warnings.warn(f"receiver {receiver} does not have version {version}: {reason}", stacklevel=3)
         receivers, unused = tuple(answer["receivers"]), tuple(answer["unused"])
-        nbytes = sum(outlet.nbytes - before for outlet, before in serving.outlets.items())
+        nbytes = sum(outlet.nbytes for outlet in serving.outlets)
         return Report(version, receivers, dict(answer["failed"]), unused, nbytes)
 
     async def _offer(self, version: int, held: list[Held]) -> Message:
@@ -237,23 +237,21 @@ class WeightSender(Peer):
         hello = await connection.receive()
         runs = buckets(decode(Piece, hello["pieces"]), self._bucket)
         # Other receivers, which wait for a bucket that this one does not read, have twice the patience.
-        with contextlib.closing(Outlet(connection, hello, self._timeout / 2)) as outlet:
-            while True:
-                ask = await outlet.asked()
-                version = self._serving
-                if version is None or version.number != ask["version"] or ask["round"] <= version.base:
-                    return  # of a round that is over
-                version.outlets[outlet] = outlet.nbytes
-                self._round, base = ask["round"], ask["base"]
-                if outlet.segment is not None and ask["one_host"]:
-                    base = None  # changes save no bytes of a network, and are slower to find than all is to copy
-                else:
-                    self._compares = True
-                packed = partial(self._packed, outlet, runs, base, version)
-                numbers = range(int(ask["first"]), len(runs))
-                await outlet.send(
-                    numbers, self._free, partial(self._check, version), partial(asyncio.to_thread, packed)
-                )
+        outlet = Outlet(connection, hello, self._timeout / 2)
+        while True:
+            ask = await outlet.asked()
+            version = self._serving
+            if version is None or version.number != ask["version"] or ask["round"] <= version.base:
+                return  # of a round that is over
+            version.outlets.append(outlet)
+            self._round, base = ask["round"], ask["base"]
+            if outlet.segment is not None and ask["one_host"]:
+                base = None  # changes save no bytes of a network, and are slower to find than all is to copy
+            else:
+                self._compares = True
+            packed = partial(self._packed, outlet, runs, base, version)
+            numbers = range(int(ask["first"]), len(runs))
+            await outlet.send(numbers, self._free, partial(self._check, version), partial(asyncio.to_thread, packed))
 
     async def _check(self, version: _Version, number: int) -> None:
         """All of a model is there, until `send` is interrupted: then the caller may write."""
@@ -274,7 +272,7 @@ class WeightSender(Peer):
         values = [holding(one, version.source) for one in pieces]
         device = values[0].tensor.device
         if outlet.segment is not None and device.type == "cpu":
-            pack(pieces, values, outlet.segment.part(offset, nbytes))
+            pack(pieces, values, outlet.segment[offset : offset + nbytes])
             return message, None
         data = bucket.on(device, nbytes)
         pack(pieces, values, data)
@@ -290,14 +288,14 @@ class _Version:
     Attributes:
         base: the round in which the version before was sent; 0: in none.
         changed: where this one differs from that; with `delta`, and of tensors that both have.
-        outlets: what they had sent before it.
+        outlets: those that have sent some of it.
     """
 
     number: int
     source: Source
     base: int
     changed: Changed = field(default_factory=dict)
-    outlets: dict[Outlet, int] = field(default_factory=dict)
+    outlets: list[Outlet] = field(default_factory=list)
 
 
 @torch.no_grad()

@@ -10,15 +10,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Self
 
 import torch
 
-from shardkit.weights import devices
+from shardkit.weights import devices, shared
 from shardkit.weights.devices import Link
 from shardkit.weights.packing import bytes_of
-from shardkit.weights.shared import SharedStaging
-from shardkit.weights.wire import Connection, Message, call
+from shardkit.weights.wire import Connection, Message
 
 Ready = Callable[[int], Awaitable[None]]
 Packed = Callable[[int, "Bucket"], Awaitable[tuple[Message, torch.Tensor | None]]]
@@ -58,15 +56,15 @@ class Buckets(asyncio.Queue[Bucket]):
 
 
 class Outlet:
-    """The end that has the buckets of a sender. All methods run in the loop of an `IOThread`.
+    """The end that has the buckets of a sender, in the loop of an `IOThread`.
 
     Attributes:
         segment: memory that the receiver shares with this process.
-        nbytes: bytes of values that have been sent.
+        nbytes: bytes of values that have been sent since the receiver asked.
     """
 
-    segment: SharedStaging | None = None
-    _link: Link | None = None
+    segment: torch.Tensor | None = None
+    _place: Message | None = None  # of `segment`
 
     def __init__(self, connection: Connection, hello: Message, patience: float) -> None:
         self._connection, self._hello, self._patience = connection, hello, patience
@@ -74,14 +72,17 @@ class Outlet:
 
     def link(self, device: torch.device) -> Link | None:
         """The way from a device to that of the receiver; None: through the host."""
-        if self._link is None:
-            self._link = devices.link_to(self._hello["device"], device, self._patience)
-        return self._link
+        if self._connection.link is None:
+            self._connection.link = devices.link_to(self._hello["device"], device, self._patience)
+        link: Link | None = self._connection.link
+        return link
 
     async def asked(self) -> Message:
         """The next request of the receiver."""
         ask = await self._connection.receive()
-        self.segment = SharedStaging.opened(ask["segment"], self.segment)
+        self.nbytes = 0
+        if ask["segment"] != self._place:
+            self._place, self.segment = ask["segment"], shared.opened(ask["segment"])
         return ask
 
     async def send(self, numbers: range, free: Buckets, ready: Ready, packed: Packed) -> None:
@@ -125,49 +126,22 @@ class Outlet:
             await asyncio.gather(asyncio.to_thread(link.send, data), self._connection.receive())
         elif whole and self.segment is not None:
             if data is not None:
-                await asyncio.to_thread(self.segment.part(message["at"], message["nbytes"]).copy_, data)
+                there = self.segment[message["at"] : message["at"] + message["nbytes"]]
+                await asyncio.to_thread(there.copy_, data)
             await self._connection.send({**message, "by": "memory"})
         else:
             assert data is not None
             await self._connection.send({**message, "by": "socket"}, bytes_of(data.cpu()))
 
-    def close(self) -> None:
-        """Ends the connection, also while something is being sent."""
-        self._connection.close()
-        if self._link is not None:
-            self._link.close()
 
-
-class Inlet:
-    """The end of a receiver. All methods run in the loop of an `IOThread`, and raise ConnectionError; TimeoutError if
-    nothing comes for some time.
-    """
-
-    def __init__(self, connection: Connection, host: str, device: torch.device, patience: float) -> None:
-        self.connection, self._host, self._device, self._patience = connection, host, device, patience
-        self._link: Link | None = None
-
-    @classmethod
-    async def opened(cls, place: Message, secret: bytes, device: torch.device, patience: float, hello: Message) -> Self:
-        """Raises OSError if the process at a place cannot be reached."""
-        connection = await call(place["host"], place["port"], secret)
-        connection.patience = patience
-        await connection.send({**hello, "device": devices.place_of(device)})
-        return cls(connection, place["host"], device, patience)
-
-    async def read(self, message: Message, data: torch.Tensor) -> None:
-        """Reads the bucket of a message."""
-        if message["by"] == "socket":
-            await self.connection.receive_into(bytes_of(data))
-        elif message["by"] == "device":
-            if self._link is None:
-                self._link = devices.link_by(message["link"], self._host, self._device, self._patience)
-            async with asyncio.timeout(self._patience):
-                await asyncio.to_thread(self._link.receive, message["link"], data)
-            await self.connection.send({"op": "read"})
-
-    def close(self) -> None:
-        """Ends the connection, also while something is being read."""
-        self.connection.close()
-        if self._link is not None:
-            self._link.close()
+async def read(connection: Connection, message: Message, data: torch.Tensor) -> None:
+    """Reads the bucket of a message. Raises ConnectionError; TimeoutError if nothing comes for some time."""
+    if message["by"] == "socket":
+        await connection.receive_into(bytes_of(data))
+    elif message["by"] == "device":
+        if connection.link is None:
+            assert connection.patience is not None
+            connection.link = devices.link_by(message["link"], connection.hosts[1], data.device, connection.patience)
+        async with asyncio.timeout(connection.patience):
+            await asyncio.to_thread(connection.link.receive, message["link"], data)
+        await connection.send({"op": "read"})

@@ -99,7 +99,8 @@ class Connection:
         self._loop = asyncio.get_running_loop()
         self._sending = asyncio.Lock()
         self.patience: float | None = None  # seconds in which the next bytes must come
-        self._tasks: list[asyncio.Task[None]] = []  # that end with it
+        self.link: Any = None  # from GPU to GPU; it ends with this
+        self._tasks: list[asyncio.Task[None]] = []  # that end with this
 
     async def send(self, message: Message, data: memoryview | None = None) -> None:
         """Sends a message, and data right after it. Raises ConnectionError if the peer has ended."""
@@ -127,15 +128,12 @@ class Connection:
             raise ConnectionError("a message that is not JSON; install the same version of shardkit on both sides")
         return message
 
-    def beat(self, when: Callable[[], bool] = lambda: True) -> None:
-        """Shows the peer from now on, when it waits for that, that this process lives; the peer uses `hear`."""
-        self.spawn(self._beat(when))
-
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Starts a task that is cancelled when this is closed."""
         self._tasks.append(self._loop.create_task(work))
 
-    async def _beat(self, when: Callable[[], bool]) -> None:
+    async def beat(self, when: Callable[[], bool] = lambda: True) -> None:
+        """Shows the peer, when it waits for that, that this process lives; the peer uses `hear`."""
         with contextlib.suppress(OSError):
             while True:
                 await asyncio.sleep(_BEAT)
@@ -193,14 +191,16 @@ class Connection:
             raise ConnectionError(f"the peer does not know the secret; set {_SECRET_VARIABLE} alike for all peers")
 
     @property
-    def own_host(self) -> str:
-        """The address of this host that the peer reaches."""
-        return str(self._socket.getsockname()[0])
+    def hosts(self) -> tuple[str, str]:
+        """The addresses of this host that the peer reaches, and of the peer."""
+        return str(self._socket.getsockname()[0]), str(self._socket.getpeername()[0])
 
     def close(self) -> None:
         """Closes the connection; transfers that wait in it fail."""
         for task in self._tasks:
             task.cancel()
+        if self.link is not None:
+            self.link.close()
         # Only shutdown wakes a transfer that waits: the loop would forget a descriptor that is closed.
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
