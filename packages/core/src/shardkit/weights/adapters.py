@@ -15,7 +15,7 @@ Factors = tuple[torch.Tensor, torch.Tensor]
 
 def merged(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, Factors]]:
     """The state of a model by the names that it has without adapters, and what its active adapters add. Collective.
-    Raises ValueError that names an adapter of another kind than low-rank factors of a linear layer.
+    Adapters of another kind than low-rank factors of a linear layer are refused.
     """
     whole = model.state_dict()
     state: dict[str, torch.Tensor] = {}
@@ -33,7 +33,7 @@ def merged(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, Factors
         if (
             hasattr(layer, "base_layer")
             and hasattr(layer, "active_adapters")
-            and (found := _factors(path, layer, whole)) is not None
+            and (found := _factors(path, layer, whole))
         ):
             factors[_plain(f"{path}.weight")] = found
     for name, tensor in whole.items():

@@ -48,17 +48,15 @@ class Piece:
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the wire."""
         return numel(self.box) * self.dtype.itemsize
 
     def cut(self, most: int) -> Iterator[Piece]:
-        """In parts of at most `most` bytes, but at least one element; see `cut`."""
+        """In parts of at most `most` bytes, but at least one element."""
         for box in cut(self.box, max(most // self.dtype.itemsize, 1)):
             yield Piece(self.name, self.dtype, box, self.want)
 
 
 def numel(box: Box) -> int:
-    """The number of elements of a box."""
     return math.prod(stop - start for start, stop in box)
 
 
@@ -68,12 +66,11 @@ def is_castable(dtype: torch.dtype) -> bool:
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """Such as "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """The dtype of a name such as "bfloat16". Raises ValueError if torch has none."""
+    """The dtype of a name such as "bfloat16"."""
     dtype = getattr(torch, name, None) if name.isidentifier() else None
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"dtype {name!r} of a peer is not known to this torch; install the same version on both sides")
@@ -101,12 +98,12 @@ def cut(box: Box, most: int) -> Iterator[Box]:
 
 
 def encode(values: Sequence[Held] | Sequence[Wanted] | Sequence[Piece]) -> list[list[Any]]:
-    """A list that JSON can hold; `decode` is the reverse."""
+    """A list for JSON; `decode` is the reverse."""
     return [[name, name_of(dtype), *rest] for name, dtype, *rest in (vars(one).values() for one in values)]
 
 
 def decode(kind: type[_T], values: list[list[Any]]) -> list[_T]:
-    """The `Held`, `Wanted` or `Piece` of a peer. Raises TypeError or ValueError if it is something else."""
+    """The `Held`, `Wanted` or `Piece` of a peer. Raises TypeError or ValueError."""
     return [kind(name, dtype_named(dtype), *map(_frozen, rest)) for name, dtype, *rest in values]  # type: ignore[call-arg]
 
 

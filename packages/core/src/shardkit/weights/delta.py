@@ -39,9 +39,8 @@ def update(kept: torch.Tensor, values: torch.Tensor) -> npt.NDArray[np.uint8]:
 
 
 def changes(pieces: Sequence[Piece], source: Source, changed: Changed) -> tuple[dict[str, Any], torch.Tensor] | None:
-    """The changes of a bucket, from its pieces; None if they take no less than the bucket itself, or are not known.
-
-    They take the changed elements, and at most one bit for each element.
+    """The changes of a bucket: changed elements, and at most one bit for each element; None if they take no less than
+    the bucket itself, or are not known.
     """
     counts: list[int] = []
     parts: list[npt.NDArray[Any]] = []
@@ -66,9 +65,7 @@ def changes(pieces: Sequence[Piece], source: Source, changed: Changed) -> tuple[
 
 
 def apply(told: dict[str, Any], data: torch.Tensor, pieces: Sequence[Piece], bucket: torch.Tensor) -> None:
-    """Turns the old bytes of `bucket` into the new ones. Raises ConnectionError if it sees that the result is not what
-    the sender has.
-    """
+    """Turns the old bytes of `bucket` into the new ones. Raises ConnectionError if they are not what the sender has."""
     sent, at, offset = data.numpy(), 0, 0
     if zlib.crc32(bytes_of(data)) == told["crc"]:
         total = 0
@@ -95,7 +92,7 @@ def _few(count: int, size: int) -> bool:
 
 
 def _within(changed: npt.NDArray[np.uint8], whole: torch.Tensor, part: torch.Tensor) -> npt.NDArray[np.bool_]:
-    """Which elements of a view of a tensor have changed, from the bits of the tensor."""
+    """The bits of a view of a tensor, from those of the tensor."""
     first = part.storage_offset() - whole.storage_offset()
     last = first + sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True))
     differs = torch.from_numpy(np.unpackbits(changed[first // 8 : last // 8 + 1]).view(bool))

@@ -1,9 +1,8 @@
 """Buckets from GPU to GPU: through a process group of two members, or through CUDA IPC where both use one GPU.
 
-Neither has run on a GPU yet (docs/reference/support.md); the tests run the process group on CPUs, with gloo. The
-receiver acknowledges each bucket over the connection of both, which knows the secret; so the bucket is not filled again
-before, and the end of a process is seen there. A group has no other members, so a process that dies breaks only the
-groups of its own pairs. NCCL knows no secret: who can reach its ports can disturb it.
+Neither has run on a GPU yet; the tests run the process group on CPUs, with gloo. The receiver acknowledges each bucket
+over the connection of both, which knows the secret; so the bucket is not filled again before, and the end of a process
+is seen there. A process that dies breaks only its own pairs. NCCL knows no secret: its ports are open to strangers.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ def link_by(told: Message, host: str, device: torch.device, timeout: float) -> L
 
 
 class _Pair:
-    """A process group of two members: NCCL's, or on CPUs gloo's. It is made when the first bucket is sent."""
+    """A process group of two members: NCCL's, or on CPUs gloo's; made when the first bucket is sent."""
 
     def __init__(self, store: TCPStore, rank: int, device: torch.device, timeout: float) -> None:
         self.device = device
@@ -55,16 +54,13 @@ class _Pair:
         self._group: Any = None
 
     def told(self, data: torch.Tensor) -> Message:
-        """Facts by which the receiver finds this."""
         return {"port": self._store.port}
 
     def send(self, data: torch.Tensor) -> None:
-        """Sends a tensor of bytes on `device`; waits until it has been read."""
         self._joined().send([data], 1, 0).wait()
         _synchronize(self.device)
 
     def receive(self, told: Message, data: torch.Tensor) -> None:
-        """Fills a tensor of bytes on `device`."""
         self._joined().recv([data], 0, 0).wait()
         _synchronize(self.device)
 
@@ -87,7 +83,6 @@ class _Pair:
         return self._group
 
     def close(self) -> None:
-        """Wakes who waits here."""
         if self._group is not None:
             self._group.abort()
 

@@ -70,7 +70,6 @@ def describe(
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a dense tensor of bytes on the CPU."""
     return tensor.numpy().data
 
 
@@ -81,7 +80,7 @@ def holding(piece: Piece, source: Source) -> Values:
 
 @torch.no_grad()
 def pack(pieces: Sequence[Piece], values: Sequence[Values], bucket: torch.Tensor) -> None:
-    """Copies pieces into `bucket`, one after the other, each from the values beside it."""
+    """Copies pieces into `bucket`, each from the values beside it."""
     for (piece, part), one in zip(_parts(pieces, bucket), values, strict=True):
         # Into pinned memory nobody would wait for values of a GPU.
         part.copy_(one.of(piece.box), non_blocking=bucket.is_cuda)
@@ -95,7 +94,6 @@ def unpack(pieces: Sequence[Piece], bucket: torch.Tensor, views: Sequence[Values
 
 
 def _parts(pieces: Sequence[Piece], bucket: torch.Tensor) -> Iterator[tuple[Piece, torch.Tensor]]:
-    """The part of a bucket that each piece has."""
     offset = 0
     for piece in pieces:
         data = bucket[offset : offset + piece.nbytes].view(piece.dtype)

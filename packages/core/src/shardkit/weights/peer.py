@@ -28,7 +28,6 @@ class Peer:
         self._io = IOThread()
 
     def close(self) -> None:
-        """Leaves the others."""
         self._io.close()
 
     def __enter__(self) -> Self:
@@ -38,18 +37,18 @@ class Peer:
         self.close()
 
     async def _join(self, within: float) -> None:
-        """Tries to join for so many seconds, if this has not joined. Raises OSError or TimeoutError."""
+        """Tries for so many seconds, if this has not joined. Raises OSError or TimeoutError."""
         deadline = time.monotonic() + within
         async with self._joining:
             while self._control is None:
                 try:
-                    await self._join_now()
+                    self._control = await self._joined()
                 except (OSError, TimeoutError):
                     if time.monotonic() > deadline:
                         raise
                     await asyncio.sleep(_RETRY)
 
-    async def _join_now(self) -> None:
+    async def _joined(self) -> Connection:
         connection = await call(self._host, self._port, self._secret)
         try:
             listener = listen(connection.hosts[0], 0)
@@ -60,12 +59,10 @@ class Peer:
             connection.close()
             raise
         connection.spawn(connection.beat())
-        self._control = connection
+        return connection
 
     async def _ask(self, question: Message) -> Message:
-        """The answer of sender 0, which this process has joined. Raises ConnectionError if it is gone; TimeoutError if
-        it shows no sign of life.
-        """
+        """The answer of sender 0. Raises OSError if it is gone, TimeoutError if it shows no sign of life."""
         if (control := self._control) is None:
             raise ConnectionError("the connection has ended; read its log")
         try:
@@ -76,7 +73,6 @@ class Peer:
             raise
 
     def _leave(self) -> None:
-        """Ends the connection to sender 0, and those to receivers."""
         if self._control is not None:
             self._control.close()
         self._control = None

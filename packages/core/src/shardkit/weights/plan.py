@@ -40,21 +40,14 @@ class _Tensor:
     shape: tuple[int, ...]
     holders: dict[Box, list[int]] = field(default_factory=dict)
 
-    @functools.cached_property
-    def _bounds(self) -> npt.NDArray[np.int64]:
-        return _bounds(list(self.holders), len(self.shape))
-
     def cover(self, box: Box) -> list[tuple[Box, list[int]]]:
         """The parts of a box that lie in the different boxes here, and who holds them."""
-        near = itertools.compress(self.holders.items(), _overlaps(self._bounds, box))
+        near = itertools.compress(self.holders.items(), _overlaps(_bounds(tuple(self.holders)), box))
         return [(both, holders) for held, holders in near if (both := intersection(box, held)) is not None]
 
 
 class Provided:
-    """All that the senders hold together.
-
-    Raises ValueError if they disagree about the shape, the dtype or the cuts of a tensor.
-    """
+    """All that the senders hold together. They must agree about the shape, the dtype and the cuts of each tensor."""
 
     def __init__(self, senders: Mapping[int, Sequence[Held]]) -> None:
         self.ranks = sorted(senders)
@@ -143,16 +136,14 @@ def _readable(box: Box) -> str:
 
 @functools.lru_cache(maxsize=64)  # layers are cut alike
 def _are_disjoint(boxes: tuple[Box, ...]) -> bool:
-    """Whether no two of these boxes share an element."""
-    if len(boxes) < 2:
-        return True
-    bounds = _bounds(boxes, len(boxes[0]))
+    bounds = _bounds(boxes)
     return all(np.count_nonzero(_overlaps(bounds, box)) <= 1 for box in boxes)
 
 
-def _bounds(boxes: Sequence[Box], dims: int) -> npt.NDArray[np.int64]:
+@functools.lru_cache(maxsize=64)
+def _bounds(boxes: tuple[Box, ...]) -> npt.NDArray[np.int64]:
     """Start and stop of each dim of each box."""
-    return np.array(boxes, dtype=np.int64).reshape(len(boxes), dims, 2)
+    return np.array(boxes, dtype=np.int64).reshape(len(boxes), len(boxes[0]) if boxes else 1, 2)
 
 
 def _overlaps(bounds: npt.NDArray[np.int64], box: Box) -> npt.NDArray[np.bool_]:
@@ -162,7 +153,7 @@ def _overlaps(bounds: npt.NDArray[np.int64], box: Box) -> npt.NDArray[np.bool_]:
 
 
 def _shares(ranks: Sequence[int], found: Sequence[tuple[Piece, list[int]]], turn: int) -> dict[int, list[Piece]]:
-    """The pieces of each sender; see Note [Shares]."""
+    """See Note [Shares]."""
     most = sum(piece.nbytes for piece, _ in found) // (_PARTS * len(ranks))
     parts = [
         (part.nbytes, part, holders)

@@ -37,40 +37,29 @@ class SendersClosed(ConnectionError):
 
 @dataclass
 class _Layout:
-    """The pieces that each sender sends, told once for all versions until something changes.
+    """The pieces that each sender sends, told once for all versions until something changes."""
 
-    Attributes:
-        senders: where each is, and its pieces; `runs` has these in buckets.
-        staging: the bytes beside the targets, by sender; None in place.
-        holds: the version that `staging` has, by the number of its round.
-    """
-
-    senders: dict[int, tuple[Message, list[list[Any]]]]
-    runs: dict[int, Runs]
-    staging: dict[int, Staging] | None = None
-    holds: int | None = None
+    senders: dict[int, tuple[Message, list[list[Any]]]]  # where each is, and its pieces
+    runs: dict[int, Runs]  # these in buckets
+    staging: dict[int, Staging] | None = None  # the bytes beside the targets, by sender; None in place
+    holds: int | None = None  # the version that `staging` has, by the number of its round
 
 
 @dataclass
 class _Round:
-    """A version on its way.
-
-    Attributes:
-        before: the receiver from which this one gets all, if it is not from the senders.
-        one_host: whether all receivers of the chain are on one host.
-        done: how many buckets of each sender are where they belong; one more when it is known that they are right.
-        changes: those that have come, by sender and number of the bucket, for the receiver after this one.
-        left: whether one was left from which bytes were to come; it may still write where they were to go.
-    """
+    """A version on its way."""
 
     number: int
     version: int
     layout: _Layout
-    before: Message | None
-    one_host: bool
+    before: Message | None  # the receiver from which this one gets all, if it is not from the senders
+    one_host: bool  # whether all receivers of the chain are on one host
     problem: str = ""
+    # Whether a process from which bytes were to come was left; it may still write where they were to go.
     left: bool = False
+    # How many buckets of each sender are where they belong; one more when it is known that they are right.
     done: Counter[int] = field(default_factory=Counter)
+    # For the receiver after this one, by sender and number of the bucket.
     changes: dict[tuple[int, int], tuple[Message, torch.Tensor]] = field(default_factory=dict)
     pulls: list[asyncio.Task[None]] = field(default_factory=list)
 
@@ -120,8 +109,7 @@ class WeightReceiver(Peer):
         self._begun = 0  # the last round
         self._free = Buckets(0)
         self._inlets: dict[tuple[str, int], Connection] = {}  # by process, and the sender whose bytes come
-        self._device = self._views[0].tensor.device
-        self._patience = timeout
+        self._device, self._patience = self._views[0].tensor.device, timeout
         self._waiting = self._closed = False
         self._problem = ""  # of the last version that failed
         self._taking = asyncio.Lock()
@@ -166,7 +154,6 @@ class WeightReceiver(Peer):
         self._views = [Values(want.box, view) for want, view in parts]
 
     def _write(self, taken: _Round) -> None:
-        """Copies a version from beside the targets into them."""
         for rank, beside in (taken.layout.staging or {}).items():
             for offset, nbytes, pieces in taken.layout.runs[rank]:
                 self._unpack(pieces, beside.data[offset : offset + nbytes])
@@ -195,7 +182,6 @@ class WeightReceiver(Peer):
         return False
 
     async def _take(self, within: float) -> _Round:
-        """Waits until a version is complete and all take it."""
         async with self._taking:  # a call that was interrupted may still be giving up its version
             if self._round is not None and not self._round.problem:  # the last call was interrupted while it wrote
                 return self._round
@@ -211,7 +197,6 @@ class WeightReceiver(Peer):
                 self._waiting = False
 
     async def _next(self, deadline: float, within: float) -> Message:
-        """The message of sender 0 with which the next version begins."""
         while True:
             awaited = "sender 0 to listen"
             if self._closed:
@@ -227,19 +212,17 @@ class WeightReceiver(Peer):
                 if time.monotonic() < deadline:
                     continue
                 answer = {"op": "stopped"}
-            match answer["op"]:
-                case "begin":
-                    return answer
-                case "refused":
-                    self._leave()  # or senders would wait for the next call
-                    raise ValueError(str(answer["reason"]))
-                case "bye":
-                    self._closed = True
-                case "stopped":
-                    last = f"; the last failure: {self._problem}" if self._problem else ""
-                    raise TimeoutError(
-                        f"no version within {within:g} s: waited for {awaited}{last}; read the senders' logs"
-                    )
+            if answer["op"] == "begin":
+                return answer
+            if answer["op"] == "refused":
+                self._leave()  # or senders would wait for the next call
+                raise ValueError(str(answer["reason"]))
+            if answer["op"] == "stopped":
+                last = f"; the last failure: {self._problem}" if self._problem else ""
+                raise TimeoutError(
+                    f"no version within {within:g} s: waited for {awaited}{last}; read the senders' logs"
+                )
+            self._closed = answer["op"] == "bye"
 
     async def _ask_for_next(self, within: float) -> Message:
         base = self._layout.holds if self._layout is not None else None
@@ -253,7 +236,7 @@ class WeightReceiver(Peer):
             question.cancel()
 
     async def _complete(self, begin: Message) -> _Round:
-        """Takes part in a version, which has a problem if it is not to be taken."""
+        """A version that has come; it has a problem if it is not to be taken."""
         found: _Round | None = None
         problem = "receive() was interrupted"
         try:
@@ -322,10 +305,8 @@ class WeightReceiver(Peer):
         for key in [key for key in self._inlets if key[0] not in but]:
             self._inlets.pop(key).close()
 
-    # -- the bytes of one sender
-
     async def _pull(self, found: _Round, rank: int) -> None:
-        """Gets them from the receiver before this one, or from the sender; the whole if changes do not fit."""
+        """Gets the bytes of a sender from it or the receiver before this one; the whole if changes do not fit."""
         layout = found.layout
         sender, pieces = layout.senders[rank]
         ways = [(sender, layout.holds), (sender, None)] if layout.holds else [(sender, None)]
@@ -349,7 +330,6 @@ class WeightReceiver(Peer):
         found.problem = found.problem or f"the bytes of sender {rank} ended with {left} to come: {problem}"
 
     async def _pull_from(self, inlet: Connection, found: _Round, rank: int, base: int | None) -> None:
-        """Writes bucket after bucket to where it belongs. Meanwhile those of other senders come."""
         runs, first = found.layout.runs[rank], found.done[rank]
         beside = found.layout.staging[rank] if found.layout.staging is not None else None
         ask = {"round": found.number, "version": found.version, "first": first, "base": base}
@@ -403,17 +383,14 @@ class WeightReceiver(Peer):
 
     async def _here(self, found: _Round, rank: int, number: int) -> None:
         await self._news.until(lambda: found.done[rank] > number or bool(found.problem))
-        self._check(found)
-
-    def _check(self, found: _Round) -> None:
         if found.problem:
             raise ConnectionError(f"this receiver has given up: {found.problem}")
 
     async def _packed(
         self, found: _Round, rank: int, base: int | None, number: int, bucket: Bucket
     ) -> tuple[Message, torch.Tensor]:
-        """The message and the bytes of a bucket that is here."""
-        self._check(found)  # again: the wait for a free bucket may have been long, and `staging` is another then
+        # Again: the wait for a free bucket may have been long, and `staging` is another then.
+        await self._here(found, rank, number)
         offset, nbytes, pieces = found.layout.runs[rank][number]
         message: Message = {"at": offset, "nbytes": nbytes}
         if (rank, number) in found.changes and base == found.layout.holds:
@@ -425,5 +402,5 @@ class WeightReceiver(Peer):
             raise ConnectionError(f"{odd.name}: this receiver has cast it; ask the sender for it")
         data = bucket.on(self._device, nbytes)
         await asyncio.to_thread(pack, pieces, [self._views[one.want] for one in pieces], data)
-        self._check(found)  # after that the user may write into the targets
+        await self._here(found, rank, number)  # after that the user may write into the targets
         return message, data

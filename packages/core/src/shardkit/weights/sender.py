@@ -185,8 +185,6 @@ class WeightSender(Peer):
         if self._last is not None and not self._last.seen:
             self._last.wait()
 
-    # -- one version
-
     def _send(self, serving: _Version, held: list[Held]) -> Report:
         self._serving, version = serving, serving.number
         try:
@@ -194,18 +192,16 @@ class WeightSender(Peer):
         finally:
             self._serving = None
         if answer["op"] == "refused":
-            reason = answer["reason"]
             if answer.get("lost"):
-                raise ConnectionError(f"version {version} was not sent: {reason}")
-            raise RuntimeError(f"version {version} was not sent: {reason}")
+                raise ConnectionError(f"version {version} was not sent: {answer['reason']}")
+            raise RuntimeError(f"version {version} was not sent: {answer['reason']}")
         for receiver, reason in answer["failed"].items():
             warnings.warn(f"receiver {receiver} does not have version {version}: {reason}", stacklevel=3)
-        receivers, unused = tuple(answer["receivers"]), tuple(answer["unused"])
         nbytes = sum(outlet.nbytes for outlet in serving.outlets)
-        return Report(version, receivers, dict(answer["failed"]), unused, nbytes)
+        return Report(version, tuple(answer["receivers"]), answer["failed"], tuple(answer["unused"]), nbytes)
 
     async def _offer(self, version: int, held: list[Held]) -> Message:
-        """Asks to send a version; returns how it was sent. Meanwhile `_serve` sends it."""
+        """Asks to send a version, which `_serve` does then; returns how it was sent."""
         if self._control is None:
             self._told = None
         try:
@@ -231,8 +227,6 @@ class WeightSender(Peer):
         if self._control is not None:
             await self._control.send({"op": "bye"})
 
-    # -- to receivers, in the loop
-
     async def _serve(self, connection: Connection) -> None:
         hello = await connection.receive()
         runs = buckets(decode(Piece, hello["pieces"]), self._bucket)
@@ -254,14 +248,12 @@ class WeightSender(Peer):
             await outlet.send(numbers, self._free, partial(self._check, version), partial(asyncio.to_thread, packed))
 
     async def _check(self, version: _Version, number: int) -> None:
-        """All of a model is there, until `send` is interrupted: then the caller may write."""
-        if self._serving is not version:
+        if self._serving is not version:  # `send` was interrupted, so the caller may write
             raise ConnectionError(f"version {version.number} is not sent any more; read the log of sender {self.rank}")
 
     def _packed(
         self, outlet: Outlet, runs: Runs, base: int | None, version: _Version, number: int, bucket: Bucket
     ) -> tuple[Message, torch.Tensor | None]:
-        """The message and the bytes of a bucket, or of its changes if the receiver has the version before."""
         offset, nbytes, pieces = runs[number]
         message: Message = {"at": offset, "nbytes": nbytes}
         if version.base and base == version.base:
@@ -283,26 +275,19 @@ class WeightSender(Peer):
 
 @dataclass
 class _Version:
-    """A version that receivers can ask for.
-
-    Attributes:
-        base: the round in which the version before was sent; 0: in none.
-        changed: where this one differs from that; with `delta`, and of tensors that both have.
-        outlets: those that have sent some of it.
-    """
+    """A version that receivers can ask for."""
 
     number: int
     source: Source
-    base: int
-    changed: Changed = field(default_factory=dict)
-    outlets: list[Outlet] = field(default_factory=list)
+    base: int  # the round in which the version before was sent; 0: in none
+    changed: Changed = field(default_factory=dict)  # since then; with `delta`, and of tensors that both have
+    outlets: list[Outlet] = field(default_factory=list)  # that have sent some of it
 
 
 @torch.no_grad()
 def _snapshot(held: list[Held], source: Source, before: Source, changed: Changed | None) -> Source:
-    """Copies in host memory, in the dtypes that are sent; into those of the version before, where they fit.
-
-    If `changed` is not None, it gets what differs from the version before.
+    """Copies in host memory, in the dtypes that are sent; into those of the version before, where they fit. `changed`
+    gets what differs from these.
     """
     dtypes = {one.name: one.dtype for one in held}
     copies: dict[str, list[Values]] = {}
@@ -314,11 +299,10 @@ def _snapshot(held: list[Held], source: Source, before: Source, changed: Changed
             if on_device.device.type != "cpu":
                 on_device = on_device.to(dtypes[name])  # cast before it is moved: fewer bytes
             copy = old.get(one.box)
-            fresh = copy is None or copy.dtype != dtypes[name]
-            if copy is None or fresh:
-                pinned = on_device.device.type == "cuda"
-                copy = torch.empty(on_device.shape, dtype=dtypes[name], pin_memory=pinned)
-            if fresh or changed is None or copy.itemsize > 8:
+            if copy is None or copy.dtype != dtypes[name] or changed is None or copy.itemsize > 8:
+                if copy is None or copy.dtype != dtypes[name]:
+                    pinned = on_device.device.type == "cuda"
+                    copy = torch.empty(on_device.shape, dtype=dtypes[name], pin_memory=pinned)
                 copy.copy_(on_device, non_blocking=True)
             else:
                 changed[name, one.box] = update(copy, on_device.cpu())

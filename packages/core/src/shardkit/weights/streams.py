@@ -23,31 +23,29 @@ Packed = Callable[[int, "Bucket"], Awaitable[tuple[Message, torch.Tensor | None]
 
 
 class Bucket:
-    """Memory on every device on which it is asked for; on the host it is pinned if there is some on a GPU."""
+    """Memory on every device on which it is asked for."""
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes
         self._memory: dict[torch.device, torch.Tensor] = {}
 
     def on(self, device: torch.device, nbytes: int) -> torch.Tensor:
-        """The first bytes on a device."""
         if device not in self._memory:
-            pinned = device.type == "cpu" and bool(self._memory)
+            pinned = device.type == "cpu" and bool(self._memory)  # there is some on a GPU
             self._memory[device] = torch.empty(self._nbytes, dtype=torch.uint8, device=device, pin_memory=pinned)
         return self._memory[device][:nbytes]
 
 
 class Buckets(asyncio.Queue[Bucket]):
-    """Those of a process that are free: of two."""
+    """The free ones of the two of a process."""
 
     def __init__(self, nbytes: int) -> None:
         super().__init__()
-        for _ in range(2):
-            self.put_nowait(Bucket(nbytes))
+        self.put_nowait(Bucket(nbytes))
+        self.put_nowait(Bucket(nbytes))
 
     @contextlib.asynccontextmanager
     async def taken(self) -> AsyncIterator[Bucket]:
-        """One that is free again at the end of the block."""
         bucket = await self.get()
         try:
             yield bucket
@@ -78,7 +76,6 @@ class Outlet:
         return link
 
     async def asked(self) -> Message:
-        """The next request of the receiver."""
         ask = await self._connection.receive()
         self.nbytes = 0
         if ask["segment"] != self._place:

@@ -2,13 +2,10 @@
 
 Note [Strangers]
 A port of a host can be reached by every user of it, and of the network. Each end of a connection therefore proves that
-it knows a secret, by a keyed digest of random numbers of both, before it is told or asked anything, and the secret
-itself is never sent. A caller that proves nothing within some seconds is disconnected, and nobody waits for it. Numbers
-of a message that say how much follows are checked against a limit, and those of data against the plan, before memory is
-taken. Messages and weights are neither encrypted nor signed: somebody who can change packets can change weights.
-
-Between CPUs, torch's process groups are not used, not even those of a pair (`devices.py`): gloo's ports let everybody
-send who reaches them, so that a stranger could pass on weights.
+it knows a secret, by a keyed digest of random numbers of both, before it is told or asked anything; the secret itself
+is never sent. A caller that proves nothing within some seconds is disconnected. Sizes are checked against a limit, or
+the plan, before memory is taken. Nothing is encrypted or signed: who can change packets can change weights. Between
+CPUs torch's process groups are not used, because gloo's ports let everybody send who reaches them.
 """
 
 from __future__ import annotations
@@ -36,8 +33,7 @@ _T = TypeVar("_T")
 
 _BEAT = 2.0  # seconds between two signs of life
 _GREETING = b"shardkit weights 1\n"
-_NONCE = 32  # bytes
-_PROOF = 32  # bytes
+_NONCE = _PROOF = 32  # bytes
 _PROVE_WITHIN = 5.0  # seconds
 _RETRY = 0.1  # seconds
 _UNPROVEN = 128  # callers at a time
@@ -46,7 +42,7 @@ _SECRET_VARIABLE = "SHARDKIT_WEIGHTS_SECRET"
 
 
 def parse(address: str) -> tuple[str, int]:
-    """Host and port of "tcp://host:port". Raises ValueError if it is something else."""
+    """Host and port of "tcp://host:port"."""
     parts = urlsplit(address)
     if parts.scheme != "tcp" or not parts.hostname or not parts.port or parts.path:
         raise ValueError(f"address {address!r}, expected one such as 'tcp://host:29600'")
@@ -54,21 +50,14 @@ def parse(address: str) -> tuple[str, int]:
 
 
 def secret_for(host: str) -> bytes:
-    """The secret that all peers share: that of the environment, or, on this host, one in a file of this user only.
-    Raises ValueError for another host, if the environment has none; PermissionError if others can write to the
-    directory of the file.
-    """
+    """The secret that all peers share: that of the environment, or, on this host, one in a file of this user only."""
     if text := os.environ.get(_SECRET_VARIABLE):
         return text.encode()
-    if _is_local(host):
-        return _secret_of_user()
-    raise ValueError(
-        f"senders and receivers on several hosts need a secret, so that strangers cannot send weights to {host}; set "
-        f"{_SECRET_VARIABLE} to the same random text, such as that of `openssl rand -hex 16`, for all of them"
-    )
-
-
-def _secret_of_user() -> bytes:
+    if not _is_local(host):
+        raise ValueError(
+            f"senders and receivers on several hosts need a secret, so that strangers cannot send weights to {host}; "
+            f"set {_SECRET_VARIABLE} to the same random text, such as that of `openssl rand -hex 16`, for all of them"
+        )
     directory = Path(tempfile.gettempdir(), f"shardkit-{os.getuid()}")
     directory.mkdir(mode=0o700, exist_ok=True)
     status = directory.lstat()
@@ -103,7 +92,7 @@ class Connection:
         self._tasks: list[asyncio.Task[None]] = []  # that end with this
 
     async def send(self, message: Message, data: memoryview | None = None) -> None:
-        """Sends a message, and data right after it. Raises ConnectionError if the peer has ended."""
+        """Sends a message, and data right after it. Raises OSError if the peer has ended."""
         text = json.dumps(message, separators=(",", ":")).encode()
         if len(text) > _LONGEST_MESSAGE:
             raise ValueError(
@@ -141,8 +130,8 @@ class Connection:
                     await self.send({"op": "beat"})
 
     async def hear(self, patience: float) -> Message:
-        """The next message that is more than a sign of life. Raises ConnectionError as `receive`; TimeoutError if the
-        peer shows no sign of life for `patience` seconds: it is stopped, or its host is gone.
+        """The next message that is more than a sign of life. Raises as `receive`, and TimeoutError without one for
+        `patience` seconds: the peer is stopped, or its host is gone.
         """
         while True:
             try:
@@ -154,7 +143,7 @@ class Connection:
                 return message
 
     async def receive_into(self, data: memoryview) -> None:
-        """Fills `data`. Raises ConnectionError if the peer has ended; TimeoutError if nothing comes for `patience`."""
+        """Fills `data`. Raises ConnectionError, or TimeoutError if nothing comes for `patience`."""
         while data:
             try:
                 async with asyncio.timeout(self.patience):
@@ -171,22 +160,22 @@ class Connection:
         return bytes(data)
 
     async def prove(self, secret: bytes, *, caller: bool) -> None:
-        """Proves to the peer that this process knows the secret, and has it prove the same; see Note [Strangers].
-        Raises ConnectionError if it does not.
-        """
+        """Proves to the peer that this process knows the secret, and has it prove the same; see Note [Strangers]."""
         nonce = secrets.token_bytes(_NONCE)
         if caller:
             if await self._exactly(len(_GREETING)) != _GREETING:
                 raise ConnectionError("the process at this port is another program; choose another port")
             both = await self._exactly(_NONCE) + nonce
-            await self._loop.sock_sendall(self._socket, nonce + _proof(secret, b"caller", both))
-            proved = hmac.compare_digest(await self._exactly(_PROOF), _proof(secret, b"called", both))
         else:
             await self._loop.sock_sendall(self._socket, _GREETING + nonce)
             both = nonce + await self._exactly(_NONCE)
-            proved = hmac.compare_digest(await self._exactly(_PROOF), _proof(secret, b"caller", both))
-            if proved:
-                await self._loop.sock_sendall(self._socket, _proof(secret, b"called", both))
+        sides = b"caller", b"called"
+        caller_proof, called_proof = (hmac.digest(secret, side + both, "sha256") for side in sides)
+        if caller:
+            await self._loop.sock_sendall(self._socket, nonce + caller_proof)
+        proved = hmac.compare_digest(await self._exactly(_PROOF), called_proof if caller else caller_proof)
+        if proved and not caller:
+            await self._loop.sock_sendall(self._socket, called_proof)
         if not proved:
             raise ConnectionError(f"the peer does not know the secret; set {_SECRET_VARIABLE} alike for all peers")
 
@@ -207,14 +196,8 @@ class Connection:
         self._loop.call_soon(self._socket.close)
 
 
-def _proof(secret: bytes, side: bytes, nonces: bytes) -> bytes:
-    return hmac.digest(secret, side + nonces, "sha256")
-
-
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens at an address of this host; port 0 takes a free one. Raises OSError if the host has another
-    address, or the port is taken.
-    """
+    """A socket that listens at an address of this host; port 0 takes a free one."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         sock = socket.create_server(address, family=family, backlog=4096)
@@ -232,14 +215,13 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def _is_local(host: str) -> bool:
-    """Whether a host is this one for everybody."""
     with contextlib.suppress(ValueError):
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     return False
 
 
 async def serve(listener: socket.socket, secret: bytes, peer: Callable[[Connection], Awaitable[None]]) -> None:
-    """Runs `peer` for each caller that proves itself, until cancelled. Strangers are disconnected."""
+    """Runs `peer` for each caller that proves itself, until cancelled."""
     loop = asyncio.get_running_loop()
     unproven: dict[Connection, None] = {}  # the oldest first
 
@@ -273,9 +255,7 @@ async def serve(listener: socket.socket, secret: bytes, peer: Callable[[Connecti
 
 
 async def call(host: str, port: int, secret: bytes) -> Connection:
-    """A connection to the process that listens there. Raises OSError if it cannot be reached or does not know the
-    secret, after some seconds at most.
-    """
+    """A connection to the process that listens there. Raises OSError after some seconds at most."""
     sock = await asyncio.to_thread(socket.create_connection, (host, port), _PROVE_WITHIN)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection = Connection(sock)
@@ -295,12 +275,10 @@ class News:
         self._event = asyncio.Event()
 
     def tell(self) -> None:
-        """Something has changed."""
         self._event.set()
         self._event = asyncio.Event()
 
     async def until(self, condition: Callable[[], bool], within: float | None = None) -> None:
-        """Waits until a condition holds, for `within` seconds at most."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within):
                 while not condition():
@@ -308,7 +286,7 @@ class News:
 
 
 class IOThread:
-    """A thread of its own with an event loop, so that it does not matter what the caller's thread does."""
+    """A thread with an event loop, so that it does not matter what the caller's thread does."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
