@@ -349,7 +349,8 @@ class WeightReceiver(Peer):
             elif here is not None and not by_device:
                 await read(inlet, message, here)
             else:
-                async with self._free.taken() as bucket:
+                bucket = await (free := self._free).get()
+                try:
                     data = bucket.on(self._device if by_device else torch.device("cpu"), nbytes)
                     await read(inlet, message, data)
                     if here is None:
@@ -357,6 +358,8 @@ class WeightReceiver(Peer):
                         await asyncio.to_thread(self._unpack, pieces, data)
                     else:
                         await asyncio.to_thread(here.copy_, data)
+                finally:
+                    free.put_nowait(bucket)
             found.done[rank] = number + 1
             self._news.tell()
         await inlet.receive()  # that all are as they were when they were sent

@@ -8,8 +8,7 @@ on, and gets them in order, then a message that these were all. Data follows its
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 
 import torch
 
@@ -43,14 +42,6 @@ class Buckets(asyncio.Queue[Bucket]):
         super().__init__()
         self.put_nowait(Bucket(nbytes))
         self.put_nowait(Bucket(nbytes))
-
-    @contextlib.asynccontextmanager
-    async def taken(self) -> AsyncIterator[Bucket]:
-        bucket = await self.get()
-        try:
-            yield bucket
-        finally:
-            self.put_nowait(bucket)
 
 
 class Outlet:

@@ -30,6 +30,7 @@ from vllm.distributed.weight_transfer import (
 )
 from vllm.distributed.weight_transfer.base import TrainerInitInfo, WeightTransferInitInfo, WeightTransferUpdateInfo
 
+from shardkit.core.tensors import tensors_in
 from shardkit.core.torch_compat import TorchDispatchMode
 from shardkit.weights.boxes import dtype_named, name_of
 from shardkit.weights.packing import describe
@@ -44,17 +45,15 @@ _log = logging.getLogger(__name__)
 Looks = Mapping[str, tuple[str, Sequence[int]]]
 """Dtype and shape of each tensor that the trainer sends, by its name in the checkpoint."""
 
-_PLAIN = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
+_PLAIN = {"NoneType", "UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
+"""Methods with which vLLM computes with the parameters as they were loaded."""
 
 
 def register() -> None:
     """Makes the backend "shardkit" known to vLLM, which calls this in each of its processes."""
-    for factory, name in (
-        (WeightTransferEngineFactory, "WorkerEngine"),
-        (WeightTransferTrainerFactory, "TrainerEngine"),
-    ):
-        if "shardkit" not in factory._registry:
-            factory.register_engine("shardkit", __name__, name)
+    if "shardkit" not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine("shardkit", __name__, "WorkerEngine")
+        WeightTransferTrainerFactory.register_engine("shardkit", __name__, "TrainerEngine")
 
 
 class Source(WeightSource):
@@ -237,35 +236,26 @@ class WorkerEngine(WeightTransferEngine[_WorkerInit, _Update]):
         self._receiver, self.whole = None, {}
 
 
-# -- where a loader puts what
-
-
 class _Copies(TorchDispatchMode):
-    """Notes copies from tensors without memory, in place of making them.
-
-    Attributes:
-        targets: where each tensor is copied to; None if anything else is computed from it.
-        used: the memory of parameters from which, or into which, something else is computed; that is not written.
-    """
+    """Notes copies from tensors without memory, in place of making them."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._named = {one.untyped_storage(): (name, one) for name, one in tensors.items()}
         self._parameters = {_memory(one) for one in model.parameters()}
+        # Where each tensor is copied to; None if anything else is computed from it.
         self.targets: dict[str, list[Target] | None] = {name: [] for name in tensors}
+        # The memory of parameters from which, or into which, something else is computed; that is not written.
         self.used: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        values = [*args, *(kwargs or {}).values()]
-        values += [one for value in values if isinstance(value, (list, tuple)) for one in value]  # those of torch.cat
-        given = [one for one in values if isinstance(one, torch.Tensor)]
+        given = tensors_in((args, kwargs))
         named = [self._named[key] for one in given if one.is_meta and (key := one.untyped_storage()) in self._named]
         if func is torch.ops.aten.copy_.default and args[1].is_meta and not args[0].is_meta:
             for name, whole in named:
                 region, found = _region(whole, args[1], args[0]), self.targets[name]
-                self.targets[name] = (
-                    None if region is None or found is None else [*found, Target(name, region, args[0])]
-                )
+                one = None if region is None else Target(name, region, args[0])
+                self.targets[name] = None if one is None or found is None else [*found, one]
             return args[0]
         if not func.is_view:
             self.targets |= dict.fromkeys(name for name, _ in named)
@@ -278,8 +268,8 @@ class _Copies(TorchDispatchMode):
 
 @torch.no_grad()
 def targets_in(model: nn.Module, looks: Looks, *, direct: bool = True) -> tuple[list[Target], dict[str, torch.Tensor]]:
-    """Targets in the memory of a model of vLLM, and new tensors for those that its loader must have as a whole; all of
-    them if not `direct`. Tensors that the loader ignores are in neither.
+    """Targets in the memory of a model of vLLM, and new tensors for those that its loader must have as a whole: all, if
+    not `direct`. Tensors that the loader ignores are in neither.
     """
     from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 
@@ -287,11 +277,11 @@ def targets_in(model: nn.Module, looks: Looks, *, direct: bool = True) -> tuple[
     if direct:
         with disable_mtp_completeness_check():
             found = _recorded(model, looks)
-    owners: dict[int, list[nn.Module]] = {}
+    owners: dict[int, set[nn.Module]] = {}
     for module in model.modules():
         for one in module.parameters(recurse=False):
-            owners.setdefault(_memory(one), []).append(module)
-    incomplete = {one for one in model.modules() if not _is_plain(one)}
+            owners.setdefault(_memory(one), set()).add(module)
+    incomplete = {one for one in model.modules() if type(getattr(one, "quant_method", None)).__name__ not in _PLAIN}
     while True:
         filled: Counter[int] = Counter()
         for target in (target for targets in found.values() for target in targets or ()):
@@ -300,28 +290,21 @@ def targets_in(model: nn.Module, looks: Looks, *, direct: bool = True) -> tuple[
             if filled[_memory(parameter)] != parameter.numel():
                 incomplete.update(owners[_memory(parameter)])
         # A module is written in place or loaded anew as a whole, and so is a tensor of several modules.
-        left = {name for name, targets in found.items() if targets and incomplete & _filled_by(targets, owners)}
+        left = {
+            name
+            for name, targets in found.items()
+            if any(incomplete & owners.get(_memory(one.tensor), set()) for one in targets or ())
+        }
         if not left:
             break
         found |= dict.fromkeys(left)
-    whole = {
-        name: torch.empty(looks[name][1], dtype=dtype_named(looks[name][0])) for name in looks if found[name] is None
-    }
+    missing = {name: look for name, look in looks.items() if found[name] is None}
+    whole = {name: torch.empty(shape, dtype=dtype_named(dtype)) for name, (dtype, shape) in missing.items()}
     return [target for targets in found.values() for target in targets or ()], whole
-
-
-def _filled_by(targets: Sequence[Target], owners: Mapping[int, Sequence[nn.Module]]) -> set[nn.Module]:
-    return {module for one in targets for module in owners.get(_memory(one.tensor), ())}
 
 
 def _memory(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
-
-
-def _is_plain(module: nn.Module) -> bool:
-    """Whether vLLM computes with the parameters as they were loaded."""
-    method = getattr(module, "quant_method", None)
-    return method is None or type(method).__name__ in _PLAIN
 
 
 def _recorded(model: Any, looks: Looks) -> dict[str, list[Target] | None]:
