@@ -78,5 +78,4 @@ class Peer:
         self._control = None
 
     async def _serve(self, connection: Connection) -> None:
-        """Sends a receiver the buckets that it asks for, in version after version."""
-        raise NotImplementedError
+        """Sends a receiver the buckets that it asks for, in version after version; each kind of peer has its own."""
