@@ -192,9 +192,10 @@ class WeightSender(Peer):
         finally:
             self._serving = None
         if answer["op"] == "refused":
+            reason = answer["reason"]
             if answer.get("lost"):
-                raise ConnectionError(f"version {version} was not sent: {answer['reason']}")
-            raise RuntimeError(f"version {version} was not sent: {answer['reason']}")
+                raise ConnectionError(f"version {version} was not sent: {reason}")
+            raise RuntimeError(f"version {version} was not sent: {reason}")
         for receiver, reason in answer["failed"].items():
             warnings.warn(f"receiver {receiver} does not have version {version}: {reason}", stacklevel=3)
         nbytes = sum(outlet.nbytes for outlet in serving.outlets)
