@@ -123,6 +123,21 @@ def test_override_is_asked_once_for_each_parameter(rank: int, world_size: int) -
     assert (model.second.weight.dtype, model.second.bias.dtype) == (FLOAT32, BFLOAT16)
 
 
+@on_ranks(1, 2)
+def test_a_policy_does_not_cast_complex_parameters(rank: int, world_size: int) -> None:
+    seen = []
+    for policy in (shardkit.MixedPrecisionPolicy(), shardkit.MixedPrecisionPolicy(BFLOAT16, FLOAT32)):
+        torch.manual_seed(0)
+        model = Composed(lambda module, x: (x * module.filter).abs().sum(), filter=nn.Parameter(torch.randn(4, 3) * 1j))
+        shardkit.fully_shard(model, mp_policy=policy)
+        for sync in (False, True):
+            model.set_requires_gradient_sync(sync)
+            model(torch.ones(4, 3)).backward()
+        assert model.filter.grad is not None
+        seen.append(model.filter.grad.to_local())
+    assert_equal(seen[1], seen[0])
+
+
 @on_ranks(2)
 def test_grad_dtype_outlives_casts_and_loads(rank: int, world_size: int) -> None:
     model = nn.Linear(8, 8)

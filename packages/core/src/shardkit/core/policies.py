@@ -28,6 +28,8 @@ from shardkit.core.torch_compat import (
 class MixedPrecisionPolicy:
     """The dtypes in which the modules of one `fully_shard` call compute, communicate and return.
 
+    Complex and integer parameters keep their dtype, and so do gradients of complex ones.
+
     Attributes:
         param_dtype: dtype of the unsharded parameters, and so of the all-gather, forward and backward. None keeps the
             original dtype. Sharded parameters, and so the optimizer, always keep the original dtype.

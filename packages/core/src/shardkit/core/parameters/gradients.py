@@ -63,10 +63,10 @@ class Dtypes:
         """
         is_set, dtype = grad_dtype_of(parameter)
         chosen = (dtype,) if is_set else self.chosen
-        compute = self.policy.param_dtype if shard.is_floating_point else None
+        policy = self.policy if shard.is_floating_point else MixedPrecisionPolicy()  # no cast drops imaginary parts
         delivered = chosen[0] if chosen else shard
-        sums = self.policy.reduce_dtype or (delivered if chosen or GRAD_DTYPE_DECIDES else None)
-        return Dtypes(self.policy, compute or shard, sums, delivered, chosen)
+        sums = policy.reduce_dtype or (delivered if chosen or GRAD_DTYPE_DECIDES else None)
+        return Dtypes(self.policy, policy.param_dtype or shard, sums, delivered, chosen)
 
     def put_on(self, sharded: torch.Tensor) -> None:
         """Sets the user's choice on the sharded parameter: torch drops it in casts and moves."""
