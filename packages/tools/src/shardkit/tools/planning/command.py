@@ -59,7 +59,7 @@ def _print(proposals: Sequence[Proposal], limit: str, what: str, console: Consol
         table.add_row(proposal.candidate.describe(), memory, step, f"{proposal.rate:.4g}", mfu, exposed)
     console.print(table)
     for reason in proposals[0].reasons:
-        console.print(f"the first {reason}")
+        console.print(f"the first: {reason}")
     for note in proposals[0].estimate.notes:
         console.print(f"note: {note}")
 
