@@ -26,7 +26,7 @@ class DataParallelMesh:
         named: the axes named by `dp_mesh_dims` of the mesh `whole`, which may hold DTensor parameters; several of them
             may be flattened into one axis here.
         size: number of data-parallel ranks, over which gradients are averaged.
-        groups: `shard_group`, if anything is sharded, and `replicate_groups`.
+        process_groups: `shard_group`, if anything is sharded, and `replicate_groups`.
     """
 
     mesh: DeviceMesh
@@ -39,7 +39,7 @@ class DataParallelMesh:
     shard_rank: int = field(init=False, compare=False)
     shard_group: dist.ProcessGroup | None = field(init=False, compare=False)
     replicate_groups: tuple[dist.ProcessGroup, ...] = field(init=False, compare=False)
-    groups: tuple[dist.ProcessGroup, ...] = field(init=False, compare=False)
+    process_groups: tuple[dist.ProcessGroup, ...] = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         mesh, axis = self.mesh, self.shard_axis
@@ -51,7 +51,7 @@ class DataParallelMesh:
             shard_rank=0 if axis is None else mesh.get_local_rank(axis),
             shard_group=shard_group,
             replicate_groups=replicate_groups,
-            groups=replicate_groups if shard_group is None else (shard_group, *replicate_groups),
+            process_groups=replicate_groups if shard_group is None else (shard_group, *replicate_groups),
         )
 
     @property

@@ -34,7 +34,7 @@ def broadcast_replicas(module: nn.Module) -> None:
                 group.schedule.context.wait_until_peers_have_read()
     parameters = [one for one in module.parameters() if isinstance(one, DTensor)]
     held = [(local_of(one), groups_of_copies(one), one.device_mesh.device_type) for one in parameters]
-    held += [(buffer, list(mesh.groups), mesh.mesh.device_type) for _, buffer, mesh in buffers_of_ranks(module)]
+    held += [(buffer, list(mesh.process_groups), mesh.mesh.device_type) for _, buffer, mesh in buffers_of_ranks(module)]
     for tensor, groups, device_type in held:
         for ranks in groups:
             on_wire = tensor.detach().to(device_type).contiguous()

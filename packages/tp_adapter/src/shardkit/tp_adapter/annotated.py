@@ -38,7 +38,7 @@ def as_dtensor(
     kinds: dict[Any, Any] = dict(spmd.get_local_type(parameter))
     if (spec := spmd.get_partition_spec(parameter)) is not None:
         kinds.update(spmd.types.partition_spec_to_shard_types(spec))
-    data_axes = [spmd.MeshAxis.of(group) for group in data_parallel.groups]
+    data_axes = [spmd.MeshAxis.of(group) for group in data_parallel.process_groups]
     for axis, kind in kinds.items():
         if kind is not spmd.R and any(axis <= one for one in data_axes):
             raise ValueError(

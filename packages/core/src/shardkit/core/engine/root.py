@@ -213,7 +213,7 @@ def _check_agreement(
     for group in groups:
         device = group.device
         first = group.params[0].fqn
-        process_groups = [one for one in group.mesh.groups if one.size() > 1]
+        process_groups = [one for one in group.mesh.process_groups if one.size() > 1]
         if group.mesh.shard_size > 1:
             shard_groups.add(process_groups[0])
         place = "in the root's group" if group in root.groups else f"in the group that begins with '{first}'"
@@ -237,7 +237,7 @@ def _check_agreement(
                 described[process_group].append((*entry[:-1], number))
     for fqn, buffer, mesh in () if closely is None else buffers_of_ranks(closely):
         (number,) = numbers_of([buffer], whole=True)
-        for process_group in mesh.groups:
+        for process_group in mesh.process_groups:
             kind = str(buffer.dtype), "a buffer", False, ""
             described[process_group].append((fqn if same_names else "", tuple(buffer.shape), *kind, number))
     # Shard groups last: ranks learn there of replicas that differ for others.

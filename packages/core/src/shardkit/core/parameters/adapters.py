@@ -107,7 +107,7 @@ def _in_blocks(
 def _check_annotations(annotated: dict[Any, Any], fqn: str, mesh: DataParallelMesh) -> None:
     """Raises unless the local tensor of a parameter with these annotations may be treated as the whole parameter."""
     spmd: Any = sys.modules["spmd_types"]
-    axes = [spmd.MeshAxis.of(group) for group in mesh.groups]
+    axes = [spmd.MeshAxis.of(group) for group in mesh.process_groups]
     for axis, kind in annotated.items():
         several = len(axes) > 1 and axis.size() == mesh.size and all(one <= axis for one in axes)
         expected = spmd.R if several or any(axis <= one for one in axes) else spmd.I
