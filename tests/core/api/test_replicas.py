@@ -84,3 +84,11 @@ def test_ranks_that_go_apart(rank: int, world_size: int, kind: str, fqn: str) ->
     broadcast_replicas(model)
     for _ in range(3):
         model(x).sum().backward()
+
+
+@on_ranks(2)
+def test_dtypes_that_gloo_does_not_send(rank: int, world_size: int) -> None:
+    model = nn.Linear(3, 2)
+    model.register_buffer("table", torch.full((3,), 7 + rank, dtype=torch.int16))
+    broadcast_replicas(fully_shard(model, mesh=rank_mesh((2,))))
+    assert model.table.tolist() == [7, 7, 7]

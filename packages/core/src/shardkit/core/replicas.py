@@ -38,6 +38,6 @@ def broadcast_replicas(module: nn.Module) -> None:
     for tensor, groups, device_type in held:
         for ranks in groups:
             on_wire = tensor.detach().to(device_type).contiguous()
-            dist.broadcast(on_wire, group=ranks, group_src=0)
+            dist.broadcast(on_wire.view(-1).view(torch.uint8), group=ranks, group_src=0)  # gloo lacks some dtypes
             if on_wire.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(on_wire)
