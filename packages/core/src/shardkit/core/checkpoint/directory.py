@@ -28,7 +28,6 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -43,8 +42,13 @@ from shardkit.core.checkpoint.verified_file import open_inside, read_small
 
 
 @contextlib.contextmanager
-def writing_in(directory: Path) -> Iterator[None]:
-    """Makes a hidden directory, and keeps `clean` of other runs from removing it during the block. Raises OSError."""
+def writing_in(directory: Location) -> Iterator[None]:
+    """Makes a hidden directory, and keeps `clean` of other runs from removing it during the block. Raises OSError.
+    Does nothing in an object store.
+    """
+    if isinstance(directory, ObjectPath):
+        yield
+        return
     directory.mkdir(exist_ok=True)  # by the first rank to arrive
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -131,10 +135,6 @@ class CheckpointDirectory:
     def hidden(self, step: int, token: str, state: str) -> Path:
         """The path of a checkpoint that is not complete yet, or is being replaced or deleted."""
         return self.path / f".step-{step:06d}.{token}.{state}"
-
-    def writing_in(self, temporary: Path) -> AbstractContextManager[None]:
-        """`writing_in` of this module."""
-        return writing_in(temporary)
 
     def complete(self) -> list[StoredCheckpoint]:
         """The complete checkpoints, oldest first. Raises CheckpointError if the directory cannot be read."""
@@ -246,10 +246,6 @@ class ObjectDirectory:
         """The place of a checkpoint, from the first object on."""
         return self.path / f"step-{step:06d}.{token}"
 
-    def writing_in(self, temporary: ObjectPath) -> AbstractContextManager[None]:
-        """Does nothing."""
-        return contextlib.nullcontext()
-
     def _all(self) -> Iterator[tuple[int, ObjectPath, set[str]]]:
         """Step, place and names of objects, for everything that is or may become a checkpoint."""
         for name in names_in(self.path):
@@ -302,7 +298,6 @@ class Directory(Protocol):
     path: Any
 
     def hidden(self, step: int, token: str, state: str) -> Any: ...
-    def writing_in(self, temporary: Any) -> AbstractContextManager[None]: ...
     def complete(self) -> list[StoredCheckpoint]: ...
     def clean(self) -> None: ...
     def publish(self, temporary: Any, step: int, token: str) -> Any: ...

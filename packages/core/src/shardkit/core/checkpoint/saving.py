@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from shardkit.core.checkpoint.directory import Directory, OtherRuns
+from shardkit.core.checkpoint.directory import Directory, OtherRuns, writing_in
 from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError, damage_of
 from shardkit.core.checkpoint.index import (
     BLOCK_BYTES,
@@ -487,7 +487,7 @@ class Save:
 
     def _run(self) -> None:
         try:
-            with self._directory.writing_in(self._temporary):
+            with writing_in(self._temporary):
                 write_part(self._temporary, self._rank, self._image.parts, self._plan, self._count, self._check)
                 self._part_done.set()
                 if self._rank == 0:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError, damage_of
 from shardkit.core.checkpoint.leaves import MODEL, LeftOut, decode_path
-from shardkit.core.checkpoint.stored import Checkpoint, StoredTensor, whole
+from shardkit.core.checkpoint.stored import Checkpoint, whole
 from shardkit.core.checkpoint.torch_files import load_torch_file
 
 HF_INDEX = "model.safetensors.index.json"
@@ -139,17 +139,10 @@ def open_source(source: object) -> Source | None:
     if not isinstance(source, str | os.PathLike):
         return None
     path = Path(source)
-    files, named = _files_of(path)
-    if files == [path]:
+    if _files_of(path)[0] == [path]:
         return open_file(path)
-    parts = {file.name: _opened(file) for file in files}
-    tensors = {
-        name: one
-        for file, part in parts.items()
-        for name, one in part.tensors.items()
-        if not named or named.get(name) == file
-    }
-    _check_named(path, named, tensors)
+    parts = _parts_of(path)
+    tensors = {name: tensor for part in parts.values() for name, tensor in part.tensors.items()}
     seen = repr([part.fingerprint for part in parts.values()])
     return Source(tensors, {}, hashlib.sha256(seen.encode()).hexdigest())
 
@@ -188,22 +181,26 @@ def weights_of_files(path: Path, left_out: LeftOut, key: str | None = None) -> C
     Hub stores downloads as links. Names in the index may only lead to files of its directory. Raises CheckpointError
     for anything else, and if no file has a tensor that the index names.
     """
-    files, named = _files_of(path) if key is None else ([path], {})
-    kind = "safetensors" if all(file.suffix == ".safetensors" for file in files) else "FULL"
-    checkpoint = Checkpoint(kind, [str(file) for file in files])
-    found: dict[str, StoredTensor] = {}
-    for file in files:
-        source = _opened(file, key)
-        checkpoint.notes += [f"left out, no tensor: {name}" for name in source.objects]
-        found |= {
-            name: whole((MODEL, name), one, str(file))
-            for name, one in source.tensors.items()
-            if not named or named.get(name) == file.name
-        }
-    _check_named(path, named, found)
-    tensors = {(MODEL, name): found[name] for name in named or found}
-    checkpoint.tensors = dict(left_out.rest(tensors))
+    parts = _parts_of(path, key)
+    kind = "safetensors" if all(file.suffix == ".safetensors" for file in parts) else "FULL"
+    checkpoint = Checkpoint(kind, [str(file) for file in parts])
+    for file, part in parts.items():
+        checkpoint.notes += [f"left out, no tensor: {name}" for name in part.objects]
+        found = {(MODEL, name): whole((MODEL, name), one, str(file)) for name, one in part.tensors.items()}
+        checkpoint.tensors |= left_out.rest(found)
     return checkpoint
+
+
+def _parts_of(path: Path, key: str | None = None) -> dict[Path, Source]:
+    """The contents of each file at a path; if an index leads there, only tensors that it lists."""
+    files, named = _files_of(path) if key is None else ([path], {})
+    parts = {file: _opened(file, key) for file in files}
+    if named:
+        kept = {file: {n: one for n, one in parts[file].tensors.items() if named.get(n) == file.name} for file in files}
+        if missing := sorted(named.keys() - set().union(*kept.values())):
+            raise DamagedCheckpointError(f"{path}: no file has {missing[0]}, which is in its index")
+        parts = {file: replace(part, tensors=kept[file]) for file, part in parts.items()}
+    return parts
 
 
 def _files_of(path: Path) -> tuple[list[Path], dict[str, str]]:
@@ -233,11 +230,6 @@ def _weight_map(index: Path) -> dict[str, str]:
         if odd := [file for file in named.values() if Path(file).name != file]:
             raise DamagedCheckpointError(f"names the file {odd[0]!r}, expected one beside it")
     return named
-
-
-def _check_named(path: Path, named: Mapping[str, str], found: Mapping[str, object]) -> None:
-    if missing := sorted(named.keys() - found.keys()):
-        raise DamagedCheckpointError(f"{path}: no file has {missing[0]}, which is in its index")
 
 
 def _opened(path: Path, key: str | None = None) -> Source:
