@@ -91,7 +91,8 @@ def differing(what: str, rank: int) -> TrainingState:
     """A run whose optimizer has stepped once, and then differs from rank to rank."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 3))
-    fully_shard(model, mesh=rank_mesh((2,), ("shard",)), ignored_params=set(model[1].parameters()))
+    mesh = rank_mesh((2, 1), ("replicate", "shard")) if what == "replica" else rank_mesh((2,), ("shard",))
+    fully_shard(model, mesh=mesh, ignored_params=set(model[1].parameters()))
     optimizer = torch.optim.AdamW(model.parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
     model(torch.ones(2, 4)).sum().backward()
@@ -106,6 +107,8 @@ def differing(what: str, rank: int) -> TrainingState:
             sharded["step"] += rank
         case "momentum":
             plain["exp_avg"] += rank
+        case "replica":  # as after broadcast_replicas, which knows no optimizer
+            sharded["exp_avg"].to_local().add_(rank)
         case "learning rate":
             optimizer.param_groups[0]["lr"] *= 1 + rank
         case "schedule":
@@ -122,6 +125,7 @@ def differing(what: str, rank: int) -> TrainingState:
         ("statistic", r"optimizer.state.0.weight.mine: ranks \[1\] hold other values than ranks \[0\] under this name"),
         ("count", r"optimizer.state.0.weight.step: ranks \[1\] hold other values"),
         ("momentum", r"optimizer.state.1.weight.exp_avg: ranks \[1\] hold other values"),
+        ("replica", r"optimizer.state.0.weight.exp_avg: ranks \[1\] hold other values"),
         ("learning rate", r"optimizer.param_groups.0.lr: ranks \[1\] hold other values"),
         ("schedule", r"scheduler.last_epoch: ranks \[1\] hold other values"),
         ("none on one rank", r"optimizer.state.0.weight.exp_avg: .*; some ranks lack theirs"),

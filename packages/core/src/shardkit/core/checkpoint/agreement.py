@@ -146,12 +146,13 @@ Fingerprints = dict[Box, int]
 
 
 def replicas_agree(captured: Captured, peers: Peers) -> bool:
-    """Whether ranks that hold copies of one another's parts of parameters hold the same values.
+    """Whether ranks that hold copies of one another's parts of parameters and their state hold the same values.
 
     All ranks must be alike in names and layouts. Collective.
     """
     copied: dict[dist.ProcessGroup, list[torch.Tensor]] = defaultdict(list)
-    for path in captured.parameters:
+    state = (path for path in captured.shared.values if path[0] == OPTIMIZER)
+    for path in (*captured.parameters, *state):
         value = captured.shared.values.get(path)
         if isinstance(value, DTensor):
             for group in groups_of_copies(value):
@@ -166,8 +167,8 @@ def replicas_agree(captured: Captured, peers: Peers) -> bool:
 def fingerprints(captured: Captured, *, alike: bool) -> Fingerprints:
     """Fingerprints of plain parameters and of the plain values of optimizers and schedulers. Not collective.
 
-    If not all ranks are `alike` in names and layouts, those of sharded parameters too, but not those of parameter
-    groups: a checkpoint keeps groups whose options differ.
+    If not all ranks are `alike` in names and layouts, those of sharded parameters too, and of copies of their state,
+    but not those of parameter groups: a checkpoint keeps groups whose options differ.
     """
     boxes: list[Box] = []
     parts: list[torch.Tensor] = []
@@ -175,7 +176,9 @@ def fingerprints(captured: Captured, *, alike: bool) -> Fingerprints:
     state = (path for path in captured.shared.values if path[0] in (OPTIMIZER, SCHEDULER))
     for path in (*captured.parameters, *state):
         value = captured.shared.values.get(path)
-        if (isinstance(value, DTensor) and (alike or path[0] == OPTIMIZER)) or (is_in_group(path) and not alike):
+        if is_in_group(path) and not alike:
+            continue
+        if isinstance(value, DTensor) and (alike or (path[0] == OPTIMIZER and not groups_of_copies(value))):
             continue
         if not isinstance(value, torch.Tensor):
             found[Box(path, type(value).__name__, (), ())] = number_of(_text_of(value).encode())
