@@ -13,7 +13,7 @@ from shardkit.core import fully_shard
 from shardkit.core.checkpoint import CheckpointError, CheckpointManager, TrainingState
 from shardkit.core.checkpoint.agreement import Fingerprints, fingerprints
 from shardkit.core.checkpoint.leaves import Captured, Leaves
-from tests.core.checkpoint.trainee import local, saved
+from tests.core.checkpoint.trainee import Held, local, saved
 from tests.support import on_ranks, rank_mesh, run_ranks
 from tests.support.twins import differences
 
@@ -91,13 +91,14 @@ def differing(what: str, rank: int) -> TrainingState:
     """A run whose optimizer has stepped once, and then differs from rank to rank."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 3))
-    mesh = rank_mesh((2, 1), ("replicate", "shard")) if what == "replica" else rank_mesh((2,), ("shard",))
+    mesh = rank_mesh((2, 1), ("replicate", "shard")) if "replica" in what else rank_mesh((2,), ("shard",))
     fully_shard(model, mesh=mesh, ignored_params=set(model[1].parameters()))
     optimizer = torch.optim.AdamW(model.parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
     sharded, plain = (optimizer.state[layer.weight] for layer in model)
+    average = {"weight": model[0].weight.detach().clone()}
     match what:
         case "plain tensor of a shard":
             sharded["mine"] = model[0].weight.to_local() * 0 + rank
@@ -109,13 +110,15 @@ def differing(what: str, rank: int) -> TrainingState:
             plain["exp_avg"] += rank
         case "replica":  # as after broadcast_replicas, which knows no optimizer
             sharded["exp_avg"].to_local().add_(rank)
+        case "average of a replica":
+            average["weight"].to_local().add_(rank)
         case "learning rate":
             optimizer.param_groups[0]["lr"] *= 1 + rank
         case "schedule":
             scheduler.last_epoch += rank
         case "none on one rank" if rank == 1:
             del optimizer.state[model[0].weight]
-    return TrainingState(model, optimizer, scheduler)
+    return TrainingState(model, optimizer, scheduler, user={"average": Held(average)})
 
 
 @pytest.mark.parametrize(
@@ -126,6 +129,7 @@ def differing(what: str, rank: int) -> TrainingState:
         ("count", r"optimizer.state.0.weight.step: ranks \[1\] hold other values"),
         ("momentum", r"optimizer.state.1.weight.exp_avg: ranks \[1\] hold other values"),
         ("replica", r"optimizer.state.0.weight.exp_avg: ranks \[1\] hold other values"),
+        ("average of a replica", r"average.weight: ranks \[1\] hold other values"),
         ("learning rate", r"optimizer.param_groups.0.lr: ranks \[1\] hold other values"),
         ("schedule", r"scheduler.last_epoch: ranks \[1\] hold other values"),
         ("none on one rank", r"optimizer.state.0.weight.exp_avg: .*; some ranks lack theirs"),

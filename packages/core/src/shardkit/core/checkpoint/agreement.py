@@ -3,7 +3,7 @@
 They also compare values. One rank writes a plain value for all ranks, so stages of a pipeline whose modules share
 names would all be restored as the first, and so would optimizer state that a custom optimizer keeps for each rank's
 shard. Buffers are not compared: running statistics may differ between ranks, and the first rank's are kept, as in
-stock. Nor are values of `user`.
+stock. Nor are values of `user` that are not DTensors.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from shardkit.core.checkpoint.leaves import OPTIMIZER, SCHEDULER, Captured, LeafPath, name_of
+from shardkit.core.checkpoint.leaves import MODEL, OPTIMIZER, SCHEDULER, Captured, LeafPath, name_of
 from shardkit.core.checkpoint.plan import boxes_of, is_in_group
 from shardkit.core.checkpoint.stored import bytes_of
 from shardkit.core.digests import number_of, numbers_of
@@ -146,12 +146,12 @@ Fingerprints = dict[Box, int]
 
 
 def replicas_agree(captured: Captured, peers: Peers) -> bool:
-    """Whether ranks that hold copies of one another's parts of parameters and their state hold the same values.
+    """Whether ranks that hold copies of one another's parts of parameters and other state hold the same values.
 
     All ranks must be alike in names and layouts. Collective.
     """
     copied: dict[dist.ProcessGroup, list[torch.Tensor]] = defaultdict(list)
-    state = (path for path in captured.shared.values if path[0] == OPTIMIZER)
+    state = (path for path in captured.shared.values if path[0] != MODEL)
     for path in (*captured.parameters, *state):
         value = captured.shared.values.get(path)
         if isinstance(value, DTensor):
@@ -167,18 +167,23 @@ def replicas_agree(captured: Captured, peers: Peers) -> bool:
 def fingerprints(captured: Captured, *, alike: bool) -> Fingerprints:
     """Fingerprints of plain parameters and of the plain values of optimizers and schedulers. Not collective.
 
-    If not all ranks are `alike` in names and layouts, those of sharded parameters too, and of copies of their state,
+    If not all ranks are `alike` in names and layouts, those of sharded parameters too, and of copies of other DTensors,
     but not those of parameter groups: a checkpoint keeps groups whose options differ.
     """
     boxes: list[Box] = []
     parts: list[torch.Tensor] = []
     found: Fingerprints = {}
-    state = (path for path in captured.shared.values if path[0] in (OPTIMIZER, SCHEDULER))
-    for path in (*captured.parameters, *state):
+    parameters = dict.fromkeys(captured.parameters)
+    state = {
+        path: None
+        for path, value in captured.shared.values.items()
+        if path[0] in (OPTIMIZER, SCHEDULER) or (path[0] != MODEL and isinstance(value, DTensor))
+    }
+    for path in parameters | state:
         value = captured.shared.values.get(path)
         if is_in_group(path) and not alike:
             continue
-        if isinstance(value, DTensor) and (alike or (path[0] == OPTIMIZER and not groups_of_copies(value))):
+        if isinstance(value, DTensor) and (alike or (path not in parameters and not groups_of_copies(value))):
             continue
         if not isinstance(value, torch.Tensor):
             found[Box(path, type(value).__name__, (), ())] = number_of(_text_of(value).encode())
