@@ -263,10 +263,30 @@ def test_a_checkpoint_under_another_name_is_none(tmp_path):
     manager = saved(tmp_path, STATE, 1, 2)
     (tmp_path / "step-000002").rename(tmp_path / "step-000003")
     (tmp_path / "step-000009").symlink_to(tmp_path / "step-000001")
+    with pytest.raises(DamagedCheckpointError, match=r"manifest\.json is of step 1: renamed, or swapped"):
+        manager.restore(STATE)
+    (tmp_path / "step-000009").unlink()
     with pytest.raises(DamagedCheckpointError, match=r"manifest\.json is of step 2: renamed, or swapped"):
         manager.restore(STATE)
     restored = manager.restore(STATE, fallback=True)
     assert restored is not None and restored.step == 1
+
+
+def test_a_checkpoint_that_was_moved_and_linked(tmp_path):
+    """It counts, also while its disk is not there, and only the link is removed when newer ones replace it."""
+    run, moved = tmp_path / "run", tmp_path / "moved"
+    saved(run, STATE, 1)
+    (run / "step-000001").rename(moved)
+    (run / "step-000001").symlink_to(moved)
+    manager = CheckpointManager(run, keep=1)
+    restored = manager.restore(STATE)
+    assert restored is not None and restored.step == 1
+    moved.rename(tmp_path / "away")
+    with pytest.raises(DamagedCheckpointError, match=r"step-000001/manifest\.json is missing"):
+        manager.restore(STATE)
+    (tmp_path / "away").rename(moved)
+    manager.save(2, STATE, blocking=True)
+    assert [path.name for path in run.iterdir()] == ["step-000002"] and (moved / "manifest.json").exists()
 
 
 @pytest.mark.parametrize("step", [1, 2, 3])

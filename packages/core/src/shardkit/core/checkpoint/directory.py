@@ -139,7 +139,8 @@ class CheckpointDirectory:
     def complete(self) -> list[StoredCheckpoint]:
         """The complete checkpoints, oldest first. Raises CheckpointError if the directory cannot be read."""
         try:
-            names = [entry.name for entry in os.scandir(self.path) if entry.is_dir(follow_symlinks=False)]
+            # A link leads to a checkpoint that was moved; if its disk is not there now, reading raises.
+            names = [entry.name for entry in os.scandir(self.path) if entry.is_dir() or entry.is_symlink()]
         except FileNotFoundError:
             return []
         except OSError as error:
@@ -225,7 +226,9 @@ class CheckpointDirectory:
             sync_directory(self.path)
             for hidden in tuple(self._nameless):
                 with _forgiven(hidden):
-                    if hidden.exists():  # else another manager has removed it
+                    if hidden.is_symlink():
+                        hidden.unlink()
+                    elif hidden.exists():  # else another manager has removed it
                         shutil.rmtree(hidden)
                     self._nameless.remove(hidden)
 
