@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from shardkit.core.parameters.region import MergedRegion
 from shardkit.weights.targets import Cut, Experts, Part, Stack, Target, targets_for, targets_of
@@ -123,6 +124,14 @@ def test_names_are_renamed_or_left_out():
 def test_what_does_not_fit_is_refused(make, words):
     with pytest.raises(ValueError, match=words):
         make(torch.zeros(2, 4))
+
+
+def test_a_tensor_that_wraps_others_is_refused():
+    """As quantised ones do: senders would wait for a receiver that cannot write what has come."""
+    wrapped = TwoTensor(torch.zeros(2), torch.zeros(2))
+    for make in (lambda: Target("w", None, wrapped), lambda: targets_of({"w": wrapped})):
+        with pytest.raises(TypeError, match="w: its tensor is a TwoTensor, expected a plain tensor"):
+            make()
 
 
 def test_a_region_of_elements_is_written_in_place():

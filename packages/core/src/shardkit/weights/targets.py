@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from shardkit.core.checkpoint.plan import boxes_of
 from shardkit.core.parameters.region import Region
@@ -26,6 +27,7 @@ class Target:
         shape: that of the whole tensor in the checkpoint, for a check; None: any in which the region lies.
 
     Raises:
+        TypeError: if `tensor` is a DTensor, for which `targets_of` makes targets, or another one that wraps tensors.
         ValueError: if the region is not of the shape of `tensor`, or `tensor` is on the meta device.
     """
 
@@ -35,7 +37,12 @@ class Target:
     shape: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        shape = tuple(self.tensor.shape)
+        shape, kind = tuple(self.tensor.shape), type(self.tensor)
+        if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:  # writing to its parts may fail, or be lost
+            raise TypeError(
+                f"{self.name}: its tensor is a {kind.__name__}, expected a plain tensor; pass one, and quantise it "
+                "afterwards"
+            )
         if self.tensor.is_meta:
             raise ValueError(
                 f"{self.name}: its tensor is on the meta device, which keeps nothing; give it memory first"
@@ -79,6 +86,7 @@ def targets_of(state: Mapping[str, torch.Tensor], names: Callable[[str], str | N
         names: from a name here to that of the checkpoint tensor; None leaves it out.
 
     Raises:
+        TypeError: for a tensor that wraps others, such as a quantised one of torchao.
         ValueError: for a DTensor with a placement that is neither Replicate nor sharding.
     """
     targets = []
@@ -86,7 +94,7 @@ def targets_of(state: Mapping[str, torch.Tensor], names: Callable[[str], str | N
         name = names(here)
         if name is None:
             continue
-        if type(tensor) in (torch.Tensor, nn.Parameter):
+        if not isinstance(tensor, DTensor):
             targets.append(Target(name, None, tensor))
             continue
         for offsets, sizes, view in boxes_of((here,), tensor):
