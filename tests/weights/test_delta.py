@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardkit.weights import targets_of
+from shardkit.weights import WeightReceiver, targets_of
 from shardkit.weights.boxes import Piece, numel
 from shardkit.weights.delta import apply, changes, update
 from shardkit.weights.packing import Values, pack
@@ -122,6 +122,13 @@ def test_only_changes_are_sent_to_those_that_have_the_version_before(way, cast, 
     def are_equal():
         return all(torch.equal(one[name], values[name]) for one in there[: len(receivers)] for name in values)
 
+    done, kept = WeightReceiver._done, list[str]()
+
+    async def taken(self, found):
+        kept.extend([self.name] * bool(found.changes))
+        await done(self, found)
+
+    monkeypatch.setattr(WeightReceiver, "_done", taken)
     for version, joining in enumerate([(0,), (1, 2), (), (), ()]):
         for number in joining:
             join(number)
@@ -138,5 +145,6 @@ def test_only_changes_are_sent_to_those_that_have_the_version_before(way, cast, 
         return
     receivers[0]._layout.staging[0].data[0] += 1  # as after an error of the memory
     assert send(5) > changed and are_equal()
+    assert set(kept) <= {"0", "1"} and kept.count("0") == (way == "sockets") + 2, kept  # none for nobody
     assert send(6) and are_equal()  # whole where a transfer had failed, maybe from the receiver before
     assert send(7) == changed and are_equal()

@@ -216,6 +216,7 @@ class Coordinator:
             for before, one in zip([None, *chain], chain, strict=False):
                 layout = self._layouts[one.turn]
                 told[one] = {**begin, "before": before and before.place, "one_host": one_host}
+                told[one]["last"] = one is chain[-1]
                 told[one]["layout"] = None if one.layout is layout else layout
                 one.layout, one.taking = layout, True
         await self._answer(told)

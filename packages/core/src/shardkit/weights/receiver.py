@@ -54,6 +54,7 @@ class _Round:
     layout: _Layout
     before: Message | None  # the receiver from which this one gets all, if it is not from the senders
     one_host: bool  # whether all receivers of the chain are on one host
+    last: bool  # whether no receiver comes after this one
     problem: str = ""
     # Whether a process from which bytes were to come was left; it may still write where they were to go.
     left: bool = False
@@ -274,7 +275,7 @@ class WeightReceiver(Peer):
             layout.staging = staging(sizes)
         self._patience = min(self._timeout, begin["timeout"])
         self._begun = int(begin["round"])
-        found = _Round(self._begun, int(begin["version"]), layout, before, bool(begin["one_host"]))
+        found = _Round(self._begun, int(begin["version"]), layout, before, begin["one_host"], begin["last"])
         self._close_inlets({before["id"]} if before else {place["id"] for place, _ in layout.senders.values()})
         found.pulls = [asyncio.create_task(self._pull(found, rank)) for rank, runs in layout.runs.items() if runs]
         for task in found.pulls:
@@ -345,7 +346,8 @@ class WeightReceiver(Peer):
                 data = torch.empty(min(int(changes["bytes"]), nbytes), dtype=torch.uint8)
                 await read(inlet, message, data)
                 await asyncio.to_thread(apply, changes, data, pieces, here)
-                found.changes[rank, number] = changes, data
+                if not found.last:
+                    found.changes[rank, number] = changes, data
             elif here is not None and not by_device:
                 await read(inlet, message, here)
             else:
