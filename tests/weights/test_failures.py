@@ -404,6 +404,28 @@ def test_a_receiver_whose_time_is_up_while_it_is_planned_is_not_waited_for(cast,
     assert sending.wait().failed.keys() == {receiver.name}
 
 
+def test_offered_may_be_asked_while_another_thread_begins_to_receive(cast, monkeypatch):
+    """As by a server that generates in one thread and looks for versions in another."""
+    say, asked, go = Coordinator._say, threading.Event(), threading.Event()
+
+    async def late(self, connection, message):
+        if message["op"] == "offered":
+            asked.set()
+            await asyncio.to_thread(go.wait, TIMEOUT)
+        await say(self, connection, message)
+
+    monkeypatch.setattr(Coordinator, "_say", late)
+    one, receiver = cast.sender(state(1), timeout=10), cast.receiver(targets_of(state(0)), timeout=10)
+    await_true(lambda: one._coordinator._receivers)
+    looking = cast.threads.submit(lambda: receiver.offered)
+    assert asked.wait(TIMEOUT)
+    receiving = cast.threads.submit(receiver.receive)
+    await_true(lambda: receiver._waiting)
+    go.set()
+    assert looking.result(TIMEOUT) is False
+    assert one.send(1).receivers and receiving.result(TIMEOUT) == 1
+
+
 def test_a_version_that_waits_is_offered_to_a_receiver_that_joins(cast):
     one, first = cast.sender(state(1), timeout=10, receivers=2), cast.receiver(targets_of(state(0)))
     sending = one.send(1, async_op=True)
