@@ -61,7 +61,7 @@ def describe(
             if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or tensor.is_meta:
                 raise TypeError(f"'{fqn}' is not a dense tensor with values; leave it out: names= returns None for it")
             source[name] = [
-                Values(_box(offsets, sizes), view, factors.get(fqn))
+                Values(tuple((at, at + size) for at, size in zip(offsets, sizes, strict=True)), view, factors.get(fqn))
                 for offsets, sizes, view in boxes_of((fqn,), tensor)
             ]
             wire = dtype if dtype is not None and is_castable(tensor.dtype) else tensor.dtype
@@ -99,7 +99,3 @@ def _parts(pieces: Sequence[Piece], bucket: torch.Tensor) -> Iterator[tuple[Piec
         data = bucket[offset : offset + piece.nbytes].view(piece.dtype)
         yield piece, data.view([stop - start for start, stop in piece.box])
         offset += piece.nbytes
-
-
-def _box(offsets: Sequence[int], sizes: Sequence[int]) -> Box:
-    return tuple((start, start + size) for start, size in zip(offsets, sizes, strict=True))

@@ -173,11 +173,14 @@ class Connection:
         caller_proof, called_proof = (hmac.digest(secret, side + both, "sha256") for side in sides)
         if caller:
             await self._loop.sock_sendall(self._socket, nonce + caller_proof)
-        proved = hmac.compare_digest(await self._exactly(_PROOF), called_proof if caller else caller_proof)
+        theirs = b""
+        with contextlib.suppress(ConnectionError):  # a peer with another secret ends the connection
+            theirs = await self._exactly(_PROOF)
+        proved = hmac.compare_digest(theirs, called_proof if caller else caller_proof)
         if proved and not caller:
             await self._loop.sock_sendall(self._socket, called_proof)
         if not proved:
-            raise ConnectionError(f"the peer does not know the secret; set {_SECRET_VARIABLE} alike for all peers")
+            raise ConnectionError(f"the peer does not know the same secret; set {_SECRET_VARIABLE} alike for all peers")
 
     @property
     def hosts(self) -> tuple[str, str]:
