@@ -2,10 +2,12 @@
 
 import asyncio
 import contextlib
+import os
 import signal
 import threading
 import time
 from concurrent.futures import CancelledError
+from pathlib import Path
 
 import pytest
 import torch
@@ -424,6 +426,28 @@ def test_offered_may_be_asked_while_another_thread_begins_to_receive(cast, monke
     go.set()
     assert looking.result(TIMEOUT) is False
     assert one.send(1).receivers and receiving.result(TIMEOUT) == 1
+
+
+def wait_stopped(pipe, address):
+    with WeightSender(state(1), address, timeout=TIMEOUT) as one:
+        pipe.send("there")
+        pipe.recv()
+        os.kill(os.getpid(), signal.SIGSTOP)
+        one.send(1)
+        pipe.poll(TIMEOUT)
+
+
+def test_nothing_is_offered_by_senders_that_are_stopped(cast):
+    """A process that generates does not wait for them, and receives when they go on."""
+    other, receiver = cast.other(wait_stopped), cast.receiver(targets_of(state(0)), timeout=TIMEOUT)
+    assert other.says() == "there"
+    await_true(lambda: not receiver.offered and receiver._control is not None)
+    other.pipe.send("stop")
+    await_true(lambda: Path(f"/proc/{other.process.pid}/stat").read_text().split()[2] == "T")
+    looking = cast.threads.submit(lambda: [receiver.offered for _ in range(2)])
+    assert looking.result(TIMEOUT / 2) == [False, False]
+    os.kill(other.process.pid, signal.SIGCONT)
+    assert receiver.receive() == 1
 
 
 def test_a_version_that_waits_is_offered_to_a_receiver_that_joins(cast):

@@ -23,7 +23,7 @@ class Peer:
         self._host, self._port = parse(address)
         self._secret = secret_for(self._host)
         self._control: Connection | None = None  # to sender 0
-        self._joining, self._asking = asyncio.Lock(), asyncio.Lock()
+        self._joining = asyncio.Lock()
         self._news = News()
         self._io = IOThread()
 
@@ -63,15 +63,14 @@ class Peer:
 
     async def _ask(self, question: Message) -> Message:
         """The answer of sender 0. Raises OSError if it is gone, TimeoutError if it shows no sign of life."""
-        async with self._asking:  # threads may ask `offered` and call `receive` at a time
-            if (control := self._control) is None:
-                raise ConnectionError("the connection has ended; read its log")
-            try:
-                await control.send(question)
-                return await control.hear(self._timeout)
-            except BaseException:  # the answer to another question may come next
-                self._leave()
-                raise
+        if (control := self._control) is None:
+            raise ConnectionError("the connection has ended; read its log")
+        try:
+            await control.send(question)
+            return await control.hear(self._timeout)
+        except BaseException:  # the answer to another question may come next
+            self._leave()
+            raise
 
     def _leave(self) -> None:
         if self._control is not None:

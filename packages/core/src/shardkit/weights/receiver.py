@@ -27,6 +27,8 @@ from shardkit.weights.streams import Bucket, Buckets, Outlet, read
 from shardkit.weights.targets import Target
 from shardkit.weights.wire import Connection, Message, call
 
+_LOOK = 1.0  # seconds to wait for the answer to `offered`, which takes a moment
+
 
 class SendersClosed(ConnectionError):
     """The senders have closed; nothing more comes from them.
@@ -114,11 +116,14 @@ class WeightReceiver(Peer):
         self._waiting = self._closed = False
         self._problem = ""  # of the last version that failed
         self._taking = asyncio.Lock()
+        self._looking: asyncio.Task[bool] | None = None  # the question of `offered`
         self._io.spawn(self._join_if_there())
 
     @property
     def offered(self) -> bool:
-        """Whether the senders wait for this receiver with a version that it does not have. Not collective."""
+        """Whether the senders wait for this receiver with a version that it does not have; False if they do not answer
+        within a second. Another thread may ask it, too.
+        """
         return self._io.run(self._is_offered())
 
     def receive(self, timeout: float | None = None) -> int:
@@ -176,6 +181,21 @@ class WeightReceiver(Peer):
             self._io.spawn(self._join_if_there())  # which may take seconds
         if self._control is None or self._waiting:
             return False
+        if self._looking is None:
+            self._looking = asyncio.create_task(self._look())
+        if not (await asyncio.wait([self._looking], timeout=_LOOK))[0]:
+            return False  # sender 0 is stopped, or busy; a later call gets its answer
+        looked, self._looking = self._looking, None
+        return looked is not None and looked.result()
+
+    async def _end(self, looking: asyncio.Task[bool]) -> None:
+        self._looking = None
+        try:
+            await asyncio.wait([looking], timeout=_LOOK)
+        finally:
+            looking.cancel()
+
+    async def _look(self) -> bool:
         with contextlib.suppress(OSError, TimeoutError):
             answer = await self._ask({"op": "offered"})
             self._closed = answer["op"] == "bye"
@@ -191,6 +211,8 @@ class WeightReceiver(Peer):
             deadline = time.monotonic() + within
             self._waiting = True
             try:
+                if self._looking is not None:  # two questions would take each other's answers
+                    await self._end(self._looking)
                 while (found := await self._complete(await self._next(deadline, within))).problem:
                     self._problem = f"version {found.version}: {found.problem}"
                 return found
