@@ -1,6 +1,7 @@
 """Weights between processes: receivers have the values of the sharded model, whatever the layouts of both."""
 
 import os
+import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection as Pipe
@@ -430,8 +431,10 @@ def test_a_directory_that_could_not_be_prepared(tmp_path, cast):
         assert torch.equal(load_file(file)["w"], torch.full((3,), float(version)))
 
 
-def test_versions_in_directories(tmp_path):
-    """Each appears when it is complete, with the files beside it; a few are kept."""
+def test_versions_in_directories(tmp_path, monkeypatch):
+    """Each appears when it is complete, with the files beside it, and goes at once; a few are kept."""
+    remove, removed = shutil.rmtree, list[str]()
+    monkeypatch.setattr(shutil, "rmtree", lambda path, **more: (removed.append(Path(path).name), remove(path, **more)))
     transformers = pytest.importorskip("transformers")
     address = free_address()
     config = transformers.LlamaConfig(
@@ -459,3 +462,4 @@ def test_versions_in_directories(tmp_path):
             loaded = transformers.LlamaForCausalLM.from_pretrained(receiver.path(version), dtype=torch.bfloat16)
             assert all(torch.equal(one, values[name].bfloat16()) for name, one in loaded.state_dict().items())
     assert sorted(one.name for one in (tmp_path / "out").iterdir()) == ["version-2", "version-3"]
+    assert removed and all(name.startswith(".") for name in removed)

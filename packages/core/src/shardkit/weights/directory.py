@@ -15,7 +15,7 @@ from shardkit.core.checkpoint.safetensors_files import SafetensorsLayout
 from shardkit.weights.receiver import WeightReceiver
 from shardkit.weights.targets import Target
 
-_PARTIAL = ".incomplete"
+_PARTIAL, _REMOVED = ".incomplete", ".removed"
 
 
 class DirectoryReceiver(WeightReceiver):
@@ -76,7 +76,9 @@ class DirectoryReceiver(WeightReceiver):
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         if self._beside is not None:
-            ignored = shutil.ignore_patterns("*.safetensors", "*.safetensors.index.json", "version-*", _PARTIAL)
+            ignored = shutil.ignore_patterns(
+                "*.safetensors", "*.safetensors.index.json", "version-*", _PARTIAL, _REMOVED
+            )
             shutil.copytree(self._beside, partial, ignore=ignored, dirs_exist_ok=True)
         self._files.create(partial)
         self._files.write_index(partial)
@@ -100,9 +102,17 @@ class DirectoryReceiver(WeightReceiver):
             for file in self._files.heads:
                 with (partial / file).open("r+b") as opened:
                     os.fsync(opened.fileno())
-            shutil.rmtree(final, ignore_errors=True)  # a trainer that has gone back sends a number again
+            if final.exists():  # a trainer that has gone back sends a number again
+                self._remove(final)
             partial.rename(final)
             self._created = False
         found = sorted(self.directory.glob("version-*"), key=lambda one: one.stat().st_mtime_ns)
         for old in found[: -self._keep]:
-            shutil.rmtree(old, ignore_errors=True)
+            self._remove(old)
+
+    def _remove(self, version: Path) -> None:
+        """Nobody sees a half of it: it is renamed first."""
+        hidden = self.directory / _REMOVED
+        shutil.rmtree(hidden, ignore_errors=True)
+        version.rename(hidden)
+        shutil.rmtree(hidden, ignore_errors=True)
