@@ -6,9 +6,7 @@ import asyncio
 import time
 from typing import Self
 
-from shardkit.weights.wire import Connection, IOThread, Message, News, call, listen, parse, secret_for, serve
-
-_RETRY = 0.1  # seconds
+from shardkit.weights.wire import RETRY, Connection, IOThread, Message, News, call, listen, parse, secret_for, serve
 
 
 class Peer:
@@ -46,7 +44,7 @@ class Peer:
                 except (OSError, TimeoutError):
                     if time.monotonic() > deadline:
                         raise
-                    await asyncio.sleep(_RETRY)
+                    await asyncio.sleep(RETRY)
 
     async def _joined(self) -> Connection:
         connection = await call(self._host, self._port, self._secret)

@@ -35,7 +35,7 @@ _BEAT = 2.0  # seconds between two signs of life
 _GREETING = b"shardkit weights 1\n"
 _NONCE = _PROOF = 32  # bytes
 _PROVE_WITHIN = 5.0  # seconds
-_RETRY = 0.1  # seconds
+RETRY = 0.1  # seconds
 _UNPROVEN = 128  # callers at a time
 _LONGEST_MESSAGE = 256 << 20  # bytes; a description of 10,000 tensors takes about one of these 256
 _SECRET_VARIABLE = "SHARDKIT_WEIGHTS_SECRET"
@@ -248,7 +248,7 @@ async def serve(listener: socket.socket, secret: bytes, peer: Callable[[Connecti
                 try:
                     sock, _ = await loop.sock_accept(listener)
                 except OSError:  # no descriptor is free, or the caller has gone
-                    await asyncio.sleep(_RETRY)
+                    await asyncio.sleep(RETRY)
                     continue
                 connection = Connection(sock)
                 unproven[connection] = None
