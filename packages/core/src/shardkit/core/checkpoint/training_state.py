@@ -436,7 +436,8 @@ class _Targets:
 
     def _is_filled(self, live: torch.Tensor) -> bool:
         """Whether another value is read into this memory; from now on one is."""
-        address = local_of(live).data_ptr() if isinstance(live, DTensor) else live.data_ptr()
+        plain = local_of(live) if isinstance(live, DTensor) else live
+        address = plain.data_ptr() if type(plain) in (torch.Tensor, nn.Parameter) else 0  # others may have none
         seen = address in self._filled
         self._filled |= {address} - {0}
         return seen
