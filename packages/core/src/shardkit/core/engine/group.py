@@ -125,12 +125,16 @@ class GatherPlans:
     """The plans of a group's gathers; after a load or a cast they are made again.
 
     Attributes:
-        items: of each parameter; empty ones of a parameter that is its own shard.
+        params: those that are gathered; the others are their own shards.
+        shards: their sharded parameters.
+        items: of each.
         sharded: None for a single rank, or without items.
         kept: for the parts that a smaller group keeps, from its first gather on.
         has_subclass: whether a tensor subclass decides at each gather what is sent.
     """
 
+    params: list[FSDPParam]
+    shards: Sequence[torch.Tensor]
     items: list[list[GatherItem]]
     sharded: GatherPlan | None
     has_subclass: bool
@@ -333,7 +337,7 @@ class FSDPParamGroup:
     @property
     def written(self) -> bool:
         """Whether the shards were written to since the lane last waited for writers: Note [Writers of shards]."""
-        return self.versions != versions_of([param.sharded_param for param in self.params])
+        return self.plans is None or self.versions != versions_of(self.plans.shards)
 
     @outside_transforms
     def wait_for_unshard(self) -> None:
@@ -441,10 +445,9 @@ class FSDPParamGroup:
         if self.plans is None:
             for param in self.params:
                 param.check_ready()
-            has_subclass = any(param.shard.subclass for param in self.params)
-            self._plan(
-                self.transports, [] if has_subclass else [param.items([]) for param in self.params], has_subclass
-            )
+            params = [param for param in self.params if not param.shard.aliased]
+            has_subclass = any(param.shard.subclass for param in params)
+            self._plan(self.transports, params, [] if has_subclass else [param.items([]) for param in params])
         assert self.plans is not None
         if from_kept and self.plans.kept is None:
             smaller = self.settings.post_forward_mesh
@@ -455,25 +458,26 @@ class FSDPParamGroup:
             self.plans = replace(self.plans, kept=plan_gather(items, transport, self.label, smaller.rank))
         return self.transports, self.plans
 
-    def _plan(self, transports: Transports, items: list[list[GatherItem]], has_subclass: bool) -> None:
+    def _plan(self, transports: Transports, params: list[FSDPParam], items: list[list[GatherItem]]) -> None:
         plan, sent = None, [item for each in items for item in each]
         if transports.gather is not None and sent:
             plan = plan_gather(sent, transports.gather, self.label, self.mesh.shard_rank)
-        self.plans = GatherPlans(items, plan, has_subclass)
+        shards, has_subclass = [param.sharded_param for param in params], any(param.shard.subclass for param in params)
+        self.plans = GatherPlans(params, shards, items, plan, has_subclass)
 
     @_ungraphed
     def _gather(self) -> Ticket | None:
         """Starts a gather from the shards; None if there is nothing to wait for."""
-        params = self.params
         transports, plans = self._prepare()
-        before, self.versions = self.versions, versions_of([param.sharded_param for param in params])
+        before, self.versions = self.versions, versions_of(plans.shards)
         self.kept.clear()  # forward gathers the shards
+        params = plans.params
         inputs = [param.sources() for param in params]
         if plans.has_subclass:
             items = [param.items(sources) for param, sources in zip(params, inputs, strict=True)]
             if items != plans.items:
-                self._check_wire_sizes(transports, items)
-                self._plan(transports, items, has_subclass=True)
+                self._check_wire_sizes(transports, params, items)
+                self._plan(transports, params, items)
                 plans = cast(GatherPlans, self.plans)
         sources = [source for each in inputs for source in each]
         if not sources:  # every parameter is its own shard
@@ -505,11 +509,11 @@ class FSDPParamGroup:
             context.note_read_by_peers(ticket, transport)
         return ticket
 
-    def _check_wire_sizes(self, transports: Transports, items: list[list[GatherItem]]) -> None:
+    def _check_wire_sizes(self, transports: Transports, params: list[FSDPParam], items: list[list[GatherItem]]) -> None:
         """Raises ValueError on every rank if subclasses chose different sizes, which would hang (collective)."""
         uneven = [
             (param, [(item.layout.numel, str(item.dtype)) for item in items_of])
-            for param, items_of in zip(self.params, items, strict=True)
+            for param, items_of in zip(params, items, strict=True)
             if param.shard.subclass is not None and param.layout.padded_numel != param.layout.numel
         ]
         over = self.mesh.shard_group
