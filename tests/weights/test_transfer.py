@@ -431,6 +431,25 @@ def test_a_directory_that_could_not_be_prepared(tmp_path, cast):
         assert torch.equal(load_file(file)["w"], torch.full((3,), float(version)))
 
 
+def test_a_directory_whose_receiver_is_interrupted_as_it_appears(tmp_path, cast, monkeypatch):
+    """The next call finishes the version, which stays."""
+    values, rename, interrupts = {"w": torch.ones(3)}, Path.rename, [KeyboardInterrupt]
+
+    def interrupted(self, target):
+        rename(self, target)
+        if interrupts:
+            raise interrupts.pop()
+
+    sender = cast.sender(values, timeout=40)
+    receiver = cast.enter_context(DirectoryReceiver(cast.address, tmp_path, values, timeout=40))
+    monkeypatch.setattr(Path, "rename", interrupted)
+    sending = sender.send(1, async_op=True)
+    with pytest.raises(KeyboardInterrupt):
+        receiver.receive()
+    assert receiver.receive() == 1 and sending.wait().failed == {}
+    assert [one.name for one in receiver.path(1).iterdir()] == ["model.safetensors"]
+
+
 def test_versions_in_directories(tmp_path, monkeypatch):
     """Each appears when it is complete, with the files beside it, and goes at once; a few are kept."""
     remove, removed = shutil.rmtree, list[str]()

@@ -98,14 +98,14 @@ class DirectoryReceiver(WeightReceiver):
     def _write(self, taken: Any) -> None:
         """All bytes of a version are in the files: makes them visible."""
         partial, final = self.directory / _PARTIAL, self.path(taken.version)
-        if self._created:
+        if partial.exists():  # else the call before was interrupted after that
             for file in self._files.heads:
                 with (partial / file).open("r+b") as opened:
                     os.fsync(opened.fileno())
             if final.exists():  # a trainer that has gone back sends a number again
                 self._remove(final)
             partial.rename(final)
-            self._created = False
+        self._created = False
         found = sorted(self.directory.glob("version-*"), key=lambda one: one.stat().st_mtime_ns)
         for old in found[: -self._keep]:
             self._remove(old)
