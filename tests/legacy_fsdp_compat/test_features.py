@@ -88,6 +88,16 @@ def test_batch_norm_is_wrapped_alone_in_full_precision(rank: int, world_size: in
 
 
 @on_ranks(2)
+def test_complex_gradients_keep_their_dtype(rank: int, world_size: int) -> None:
+    mixed = OURS.api.MixedPrecision(param_dtype=torch.bfloat16, keep_low_precision_grads=True)
+    model = Composed(lambda module, x: (x * module.filter).abs().sum(), filter=nn.Parameter(torch.full((4,), 3 + 4j)))
+    model = OURS.api.FullyShardedDataParallel(model, device_id=CPU, mixed_precision=mixed)
+    model(torch.ones(4)).backward()
+    (parameter,) = model.parameters()
+    torch.testing.assert_close(DTensor.full_tensor(parameter.grad), torch.full((4,), 0.6 + 0.8j))
+
+
+@on_ranks(2)
 def test_full_precision_in_eval(rank: int, world_size: int) -> None:
     import os
 

@@ -70,7 +70,7 @@ class UnitPrecision:
 
         def lower(parameter: torch.Tensor) -> None:
             gradient = parameter.grad
-            if gradient is not None and gradient.dtype != dtype:
+            if gradient is not None and gradient.is_floating_point() and gradient.dtype != dtype:
                 parameter.grad = None
                 parameter.grad = like_dtensor(local_of(gradient).to(dtype), cast(DTensor, parameter))
 
