@@ -406,7 +406,9 @@ class FSDPParam:
             # A hook may send more or less than before. Its tensors over a flat stay over the same memory.
             for index, item in enumerate(items):
                 if self.flats[index].numel() < item.layout.flat_numel:
-                    self.flats[index] = _longer_flat(self.flats[index], item.layout.flat_numel)
+                    with outside_inference():
+                        self.flats[index] = _dense_view(self.flats[index], torch.Size((item.layout.flat_numel,)))
+                    self.flats[index].untyped_storage().resize_(0)  # `_dense_view` has given it memory
         memory = [(flat, flat.nbytes) for flat in self.flats]
         if subclass is not None and self.unsharded_param is not None:
             memory += zip(subclass.inner, subclass.inner_bytes, strict=True)  # those over flats have it then
@@ -651,14 +653,6 @@ def _flat_without_memory(numel: int, dtype: torch.dtype, device: torch.device) -
         flat = torch.empty(numel, dtype=dtype, device=device)
         flat.untyped_storage().resize_(0)
     return flat
-
-
-def _longer_flat(flat: torch.Tensor, numel: int) -> torch.Tensor:
-    """A 1-D tensor of `numel` elements over the storage of ``flat``, which has too few; it has no memory afterwards."""
-    with outside_inference():
-        longer = _dense_view(flat, torch.Size((numel,)))  # gives the storage memory
-        longer.untyped_storage().resize_(0)
-    return longer
 
 
 def _dense_view(flat: torch.Tensor, shape: torch.Size) -> torch.Tensor:
