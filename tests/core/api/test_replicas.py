@@ -90,5 +90,9 @@ def test_ranks_that_go_apart(rank: int, world_size: int, kind: str, fqn: str) ->
 def test_dtypes_that_gloo_does_not_send(rank: int, world_size: int) -> None:
     model = nn.Linear(3, 2)
     model.register_buffer("table", torch.full((3,), 7 + rank, dtype=torch.int16))
+    model.register_buffer("scale", torch.full((3,), 7.0 + rank)[::3])  # a single element, whose stride is 3
+    model.register_buffer("columns", torch.full((2, 3), 7j + rank).T)
+    model.register_buffer("mask", torch.full((), not rank))
     broadcast_replicas(fully_shard(model, mesh=rank_mesh((2,))))
-    assert model.table.tolist() == [7, 7, 7]
+    assert model.table.tolist() == [7, 7, 7] and model.scale.item() == 7 and model.mask.item()
+    assert model.columns.tolist() == [[7j] * 2] * 3

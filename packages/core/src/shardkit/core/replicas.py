@@ -38,6 +38,8 @@ def broadcast_replicas(module: nn.Module) -> None:
     for tensor, groups, device_type in held:
         for ranks in groups:
             on_wire = tensor.detach().to(device_type).contiguous()
-            dist.broadcast(on_wire.view(-1).view(torch.uint8), group=ranks, group_src=0)  # gloo lacks some dtypes
+            # As bytes: gloo lacks some dtypes. view(dtype) alone would check the stride of a single element.
+            sent = on_wire.as_strided((on_wire.numel(),), (1,)).view(torch.uint8)
+            dist.broadcast(sent, group=ranks, group_src=0)
             if on_wire.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(on_wire)
