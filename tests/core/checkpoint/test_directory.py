@@ -284,7 +284,10 @@ def test_a_checkpoint_that_was_moved_and_linked(tmp_path):
     moved.rename(tmp_path / "away")
     with pytest.raises(DamagedCheckpointError, match=r"step-000001/manifest\.json is missing"):
         manager.restore(STATE)
+    (run / "step-000002").symlink_to(tmp_path / "nowhere")
+    (run / ".step-000001.ab.replaced").symlink_to(moved)  # of a run that died
     (tmp_path / "away").rename(moved)
+    manager = CheckpointManager(run, keep=1)
     manager.save(2, STATE, blocking=True)
     assert [path.name for path in run.iterdir()] == ["step-000002"] and (moved / "manifest.json").exists()
 

@@ -62,8 +62,13 @@ def writing_in(directory: Location) -> Iterator[None]:
 
 
 def remove_unless_written(path: Path, doomed: Path) -> None:
-    """Renames and removes a hidden directory that no writer has locked; a late writer finds nothing at its path."""
+    """Renames and removes a hidden directory that no writer has locked; a late writer finds nothing at its path. Of a
+    linked checkpoint only the link is removed.
+    """
     with contextlib.suppress(FileNotFoundError):  # another run was faster
+        if path.is_symlink():
+            path.unlink()
+            return
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             with contextlib.suppress(OSError):
@@ -162,7 +167,7 @@ class CheckpointDirectory:
                 if not match:
                     continue
                 name, token, state = match.groups()
-                if state != "replaced" or (self.path / name).exists():
+                if state != "replaced" or os.path.lexists(self.path / name):
                     try:
                         remove_unless_written(path, path.with_name(f".{name}.{token}.deleted"))
                     except OSError as error:  # as for a reader, complete ones can still be restored
@@ -178,24 +183,24 @@ class CheckpointDirectory:
         """Makes a finished directory the checkpoint of a step: one rename, then a sync to disk."""
         final, replaced = self.final(step), self.hidden(step, token, "replaced")
         sync_directory(temporary)
-        if final.exists():
+        if os.path.lexists(final):  # also a link to a disk that is not there now
             final.rename(replaced)
         try:
             temporary.rename(final)
         except OSError:
-            if replaced.exists():
+            if os.path.lexists(replaced):
                 replaced.rename(final)
             raise
         sync_directory(self.path)
         with _forgiven(self.path):
-            if replaced.exists():
+            if os.path.lexists(replaced):
                 self._discard([replaced], [self.hidden(step, token, "deleted")])
         return final
 
     def set_aside(self, path: Path, reason: str, restored: Location) -> None:
         """Renames a damaged checkpoint, so that it no longer counts as the newest, and logs why, and what is used."""
         numbered = (path.with_name(f"{path.name}.damaged{number or ''}") for number in itertools.count())
-        kept = path.rename(next(other for other in numbered if not other.exists()))
+        kept = path.rename(next(other for other in numbered if not os.path.lexists(other)))
         sync_directory(self.path)
         _LOG.warning("skipped a damaged checkpoint: %s; it is kept as %s, and %s was restored", reason, kept, restored)
 
