@@ -129,7 +129,7 @@ def differing(what: str, rank: int) -> TrainingState:
         ("count", r"optimizer.state.0.weight.step: ranks \[1\] hold other values"),
         ("momentum", r"optimizer.state.1.weight.exp_avg: ranks \[1\] hold other values"),
         ("replica", r"optimizer.state.0.weight.exp_avg: ranks \[1\] hold other values"),
-        ("average of a replica", r"average.weight: ranks \[1\] hold other values"),
+        ("average of a replica", r"average.weight: ranks \[1\] hold other values .*; make it equal on all ranks"),
         ("learning rate", r"optimizer.param_groups.0.lr: ranks \[1\] hold other values"),
         ("schedule", r"scheduler.last_epoch: ranks \[1\] hold other values"),
         ("none on one rank", r"optimizer.state.0.weight.exp_avg: .*; some ranks lack theirs"),

@@ -227,17 +227,21 @@ def check_same(everyone: Sequence[Fingerprints], remedy: str = _NAMES_DIFFER) ->
     for path, by_look in looks.items():
         if len(by_look) > 1:
             told = ", ".join(f"ranks {_listed(ranks)} {look}" for look, ranks in by_look.items())
-            what = _SAME_STATE if path[0] in (OPTIMIZER, SCHEDULER) else remedy
+            what = remedy if _is_of_model(path) else _SAME_STATE
             raise CheckpointError(f"{name_of(path)}: ranks hold different values under this name: {told}{what}")
     for box, by_number in numbers.items():
         if len(by_number) > 1:
             first, *others = by_number.values()
-            what = _SAME_STATE if box.path[0] in (OPTIMIZER, SCHEDULER) else remedy
+            what = remedy if _is_of_model(box.path) else _SAME_STATE
             odd = sorted(rank for ranks in others for rank in ranks)
             raise CheckpointError(
                 f"{name_of(box.path)}: ranks {_listed(odd)} hold other values than ranks {_listed(first)} under this "
                 f"name, and only those of rank {first[0]} would be kept{what}"
             )
+
+
+def _is_of_model(path: LeafPath) -> bool:
+    return path[0] == MODEL or len(path) == 1  # as in a full state dict
 
 
 def _listed(ranks: Sequence[int]) -> str:
