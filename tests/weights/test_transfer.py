@@ -452,8 +452,14 @@ def test_a_directory_whose_receiver_is_interrupted_as_it_appears(tmp_path, cast,
 
 def test_versions_in_directories(tmp_path, monkeypatch):
     """Each appears when it is complete, with the files beside it, and goes at once; a few are kept."""
-    remove, removed = shutil.rmtree, list[str]()
-    monkeypatch.setattr(shutil, "rmtree", lambda path, **more: (removed.append(Path(path).name), remove(path, **more)))
+    remove, removed, busy = shutil.rmtree, list[str](), True
+
+    def remove_unless_busy(path, **more):
+        removed.append(Path(path).name)
+        if not busy or not removed[-1].startswith(".removed"):
+            remove(path, **more)
+
+    monkeypatch.setattr(shutil, "rmtree", remove_unless_busy)
     transformers = pytest.importorskip("transformers")
     address = free_address()
     config = transformers.LlamaConfig(
@@ -473,12 +479,13 @@ def test_versions_in_directories(tmp_path, monkeypatch):
             address, tmp_path / "out", like, beside=tmp_path / "config", file_bytes=2000, timeout=40
         ) as receiver,
     ):
-        for version in (1, 2, 3, 2):
+        for version in (1, 2, 3, 2, 4):
+            busy = version != 4
             with torch.no_grad():
                 model.lm_head.weight.fill_(version)
             sending = sender.send(version, async_op=True)
             assert receiver.receive() == version and sending.wait().failed == {}
             loaded = transformers.LlamaForCausalLM.from_pretrained(receiver.path(version), dtype=torch.bfloat16)
             assert all(torch.equal(one, values[name].bfloat16()) for name, one in loaded.state_dict().items())
-    assert sorted(one.name for one in (tmp_path / "out").iterdir()) == ["version-2", "version-3"]
+    assert sorted(one.name for one in (tmp_path / "out").iterdir()) == ["version-2", "version-4"]
     assert removed and all(name.startswith(".") for name in removed)

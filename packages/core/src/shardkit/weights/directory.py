@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,7 @@ class DirectoryReceiver(WeightReceiver):
         partial.mkdir(parents=True)
         if self._beside is not None:
             ignored = shutil.ignore_patterns(
-                "*.safetensors", "*.safetensors.index.json", "version-*", _PARTIAL, _REMOVED
+                "*.safetensors", "*.safetensors.index.json", "version-*", _PARTIAL, f"{_REMOVED}*"
             )
             shutil.copytree(self._beside, partial, ignore=ignored, dirs_exist_ok=True)
         self._files.create(partial)
@@ -111,8 +112,9 @@ class DirectoryReceiver(WeightReceiver):
             self._remove(old)
 
     def _remove(self, version: Path) -> None:
-        """Nobody sees a half of it: it is renamed first."""
-        hidden = self.directory / _REMOVED
-        shutil.rmtree(hidden, ignore_errors=True)
-        version.rename(hidden)
-        shutil.rmtree(hidden, ignore_errors=True)
+        """Nobody sees a half of it: it is renamed first. Files that stay are deleted later, as those that a loader has
+        mapped from a network file system.
+        """
+        version.rename(Path(tempfile.mkdtemp(prefix=_REMOVED, dir=self.directory), version.name))
+        for hidden in self.directory.glob(f"{_REMOVED}*"):
+            shutil.rmtree(hidden, ignore_errors=True)
