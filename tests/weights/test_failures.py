@@ -327,6 +327,13 @@ def test_a_receiver_that_hands_on_late_does_not_write_into_a_later_version(cast,
         assert set(sending.wait().receivers) == {"late", "there"}
 
 
+def test_a_receiver_that_was_closed_is_not_waited_for(cast):
+    one, receivers = cast.sender(state(1)), [cast.receiver(targets_of(state(0))) for _ in range(2)]
+    await_true(lambda: len(one._coordinator._receivers) == 2)
+    receivers[0].close()
+    await_true(lambda: len(one._coordinator._receivers) == 1)
+
+
 def test_an_interrupt_leaves_the_receiver_as_it_was(cast):
     """The version that was on its way is given up, and the next is received."""
     there, values = Watched(cast, "one", in_place=True), state(1)

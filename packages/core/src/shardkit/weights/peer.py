@@ -26,7 +26,7 @@ class Peer:
         self._io = IOThread()
 
     def close(self) -> None:
-        self._io.close()
+        self._io.close(self._leave)  # or sender 0 would wait for a sign of life
 
     def __enter__(self) -> Self:
         return self

@@ -314,8 +314,8 @@ class IOThread:
         self._spawned.add(future)
         future.add_done_callback(self._spawned.discard)
 
-    def close(self) -> None:
-        """Cancels all tasks and ends the thread."""
+    def close(self, last: Callable[[], None] = lambda: None) -> None:
+        """Cancels all tasks, calls `last` in the loop, and ends the thread."""
         if not self._thread.is_alive():
             return
 
@@ -324,6 +324,7 @@ class IOThread:
             for task in others:
                 task.cancel()
             await asyncio.gather(*others, return_exceptions=True)
+            last()
 
         self.run(cancel())
         self.loop.call_soon_threadsafe(self.loop.stop)
