@@ -129,22 +129,22 @@ def test_only_changes_are_sent_to_those_that_have_the_version_before(way, cast, 
         await done(self, found)
 
     monkeypatch.setattr(WeightReceiver, "_done", taken)
-    for version, joining in enumerate([(0,), (1, 2), (), (), ()]):
+    for version, joining in enumerate([(0,), (), (1, 2), (), (), ()]):
         for number in joining:
             join(number)
-        if version == 3:  # as if they had missed one
+        if version == 4:  # as if they had missed one
             receivers[0]._layout.holds = receivers[1]._layout.holds = receivers[0]._layout.holds - 1
         expected = {
-            "sockets": [whole, changed, changed, whole, changed],
-            "shared memory": [whole] * 5,
-            "two hosts": [whole, whole, changed, whole, changed],  # nobody could use changes before
+            "sockets": [whole, changed, changed, changed, whole, changed],
+            "shared memory": [whole] * 6,
+            "two hosts": [whole, whole, whole, changed, whole, changed],  # nobody could use changes before
         }
         assert send(version) == expected[way][version]
         assert are_equal()
     if way == "shared memory":
         return
     receivers[0]._layout.staging[0].data[0] += 1  # as after an error of the memory
-    assert send(5) > changed and are_equal()
+    assert send(6) > changed and are_equal()
     assert set(kept) <= {"0", "1"} and kept.count("0") == (way == "sockets") + 2, kept  # none for nobody
-    assert send(6) and are_equal()  # whole where a transfer had failed, maybe from the receiver before
-    assert send(7) == changed and are_equal()
+    assert send(7) and are_equal()  # whole where a transfer had failed, maybe from the receiver before
+    assert send(8) == changed and are_equal()

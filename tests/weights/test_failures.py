@@ -433,6 +433,7 @@ def test_offered_may_be_asked_while_another_thread_begins_to_receive(cast, monke
     go.set()
     assert looking.result(TIMEOUT) is False
     assert one.send(1).receivers and receiving.result(TIMEOUT) == 1
+    assert receiver._looking is None  # its question would wait for an answer that the other has taken
 
 
 def wait_stopped(pipe, address):
