@@ -125,16 +125,12 @@ class GatherPlans:
     """The plans of a group's gathers; after a load or a cast they are made again.
 
     Attributes:
-        params: those that are gathered; the others are their own shards.
-        shards: their sharded parameters.
-        items: of each.
+        items: of each parameter; empty ones of a parameter that is its own shard.
         sharded: None for a single rank, or without items.
         kept: for the parts that a smaller group keeps, from its first gather on.
         has_subclass: whether a tensor subclass decides at each gather what is sent.
     """
 
-    params: list[FSDPParam]
-    shards: Sequence[torch.Tensor]
     items: list[list[GatherItem]]
     sharded: GatherPlan | None
     has_subclass: bool
@@ -337,7 +333,7 @@ class FSDPParamGroup:
     @property
     def written(self) -> bool:
         """Whether the shards were written to since the lane last waited for writers: Note [Writers of shards]."""
-        return self.plans is None or self.versions != versions_of(self.plans.shards)
+        return self.versions != versions_of([param.sharded_param for param in self.params])
 
     @outside_transforms
     def wait_for_unshard(self) -> None:
@@ -445,9 +441,9 @@ class FSDPParamGroup:
         if self.plans is None:
             for param in self.params:
                 param.check_ready()
-            params = [param for param in self.params if not param.shard.aliased]
-            has_subclass = any(param.shard.subclass for param in params)
-            self._plan(self.transports, params, [] if has_subclass else [param.items([]) for param in params])
+            has_subclass = any(param.shard.subclass for param in self.params)
+            sent = [] if has_subclass else [param.items([]) for param in self.params]
+            self._plan(self.transports, sent, has_subclass)
         assert self.plans is not None
         if from_kept and self.plans.kept is None:
             smaller = self.settings.post_forward_mesh
@@ -458,26 +454,25 @@ class FSDPParamGroup:
             self.plans = replace(self.plans, kept=plan_gather(items, transport, self.label, smaller.rank))
         return self.transports, self.plans
 
-    def _plan(self, transports: Transports, params: list[FSDPParam], items: list[list[GatherItem]]) -> None:
+    def _plan(self, transports: Transports, items: list[list[GatherItem]], has_subclass: bool) -> None:
         plan, sent = None, [item for each in items for item in each]
         if transports.gather is not None and sent:
             plan = plan_gather(sent, transports.gather, self.label, self.mesh.shard_rank)
-        shards, has_subclass = [param.sharded_param for param in params], any(param.shard.subclass for param in params)
-        self.plans = GatherPlans(params, shards, items, plan, has_subclass)
+        self.plans = GatherPlans(items, plan, has_subclass)
 
     @_ungraphed
     def _gather(self) -> Ticket | None:
         """Starts a gather from the shards; None if there is nothing to wait for."""
+        params = self.params
         transports, plans = self._prepare()
-        before, self.versions = self.versions, versions_of(plans.shards)
+        before, self.versions = self.versions, versions_of([param.sharded_param for param in params])
         self.kept.clear()  # forward gathers the shards
-        params = plans.params
         inputs = [param.sources() for param in params]
         if plans.has_subclass:
             items = [param.items(sources) for param, sources in zip(params, inputs, strict=True)]
             if items != plans.items:
-                self._check_wire_sizes(transports, params, items)
-                self._plan(transports, params, items)
+                self._check_wire_sizes(transports, items)
+                self._plan(transports, items, has_subclass=True)
                 plans = cast(GatherPlans, self.plans)
         sources = [source for each in inputs for source in each]
         if not sources:  # every parameter is its own shard
@@ -509,11 +504,11 @@ class FSDPParamGroup:
             context.note_read_by_peers(ticket, transport)
         return ticket
 
-    def _check_wire_sizes(self, transports: Transports, params: list[FSDPParam], items: list[list[GatherItem]]) -> None:
+    def _check_wire_sizes(self, transports: Transports, items: list[list[GatherItem]]) -> None:
         """Raises ValueError on every rank if subclasses chose different sizes, which would hang (collective)."""
         uneven = [
             (param, [(item.layout.numel, str(item.dtype)) for item in items_of])
-            for param, items_of in zip(params, items, strict=True)
+            for param, items_of in zip(self.params, items, strict=True)
             if param.shard.subclass is not None and param.layout.padded_numel != param.layout.numel
         ]
         over = self.mesh.shard_group

@@ -220,7 +220,7 @@ class FSDPState:
             if context.in_flight and any(group.written for group in groups):
                 context.wait_for_writers()
             for group in groups:
-                group.versions = [] if group.plans is None else versions_of(group.plans.shards)
+                group.versions[:] = versions_of([param.sharded_param for param in group.params])
         if schedule.post_optim_event is not None:
             context.gathers.wait_event(schedule.post_optim_event)
             schedule.post_optim_event = None

@@ -383,6 +383,8 @@ class FSDPParam:
     def sources(self) -> list[torch.Tensor]:
         """This rank's tensors to gather: the shard, or the tensors that a subclass makes from it."""
         shard, tensor = self.shard, self.shard.tensor
+        if shard.aliased:
+            return []
         if shard.subclass is None:
             return [tensor if self.shape else tensor.view(1)]
         module = self.slots[0].module()
@@ -391,7 +393,9 @@ class FSDPParam:
         return shard.subclass.inputs(tensor, module)
 
     def items(self, sources: list[torch.Tensor]) -> list[GatherItem]:
-        """The items of this parameter in a gather over the whole shard group."""
+        """The items of this parameter in a gather over the whole shard group; none if it is aliased."""
+        if self.shard.aliased:
+            return []
         if self.shard.subclass is None:
             return [GatherItem(self.fqn, self.layout, self.dtypes.compute)]
         layouts = zip(self.shard.subclass.layouts, sources, strict=True)
