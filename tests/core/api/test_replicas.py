@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
 from shardkit.core import broadcast_replicas, full_state_dict, fully_shard
+from shardkit.core.digests import numbers_of
 from tests.support import on_ranks, rank_mesh
 from tests.support.meshes import data_mesh
 from tests.support.models import Composed
@@ -96,3 +97,9 @@ def test_dtypes_that_gloo_does_not_send(rank: int, world_size: int) -> None:
     broadcast_replicas(fully_shard(model, mesh=rank_mesh((2,))))
     assert model.table.tolist() == [7, 7, 7] and model.scale.item() == 7 and model.mask.item()
     assert model.columns.tolist() == [[7j] * 2] * 3
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_memory_between_the_elements_of_a_buffer_does_not_count(whole: bool) -> None:
+    strided = torch.arange(6.0)[::2]
+    assert numbers_of([strided], whole=whole) == numbers_of([strided.contiguous()], whole=whole)

@@ -9,6 +9,8 @@ from operator import attrgetter
 
 import torch
 
+from shardkit.core.tensors import bytes_of
+
 _SAMPLES = 1024
 
 
@@ -22,7 +24,7 @@ def numbers_of(tensors: Sequence[torch.Tensor], *, whole: bool = False) -> list[
     Parameters of different modules differ nearly everywhere, and a full hash would cost more than a copy.
     """
     if whole:
-        return [number_of(_bytes_of(tensor.detach().reshape(-1)).cpu().numpy().data) for tensor in tensors]
+        return [number_of(bytes_of(tensor.contiguous()).cpu().numpy().data) for tensor in tensors]
     numbers: list[int] = []
     for _, on_device in groupby(map(_sample, tensors), attrgetter("device")):
         samples = list(on_device)
@@ -34,9 +36,4 @@ def numbers_of(tensors: Sequence[torch.Tensor], *, whole: bool = False) -> list[
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
     flat = tensor.detach().reshape(-1)
     # An odd stride does not stay in one column of a matrix.
-    return _bytes_of(flat[:: -(-flat.numel() // _SAMPLES) | 1].contiguous())
-
-
-def _bytes_of(flat: torch.Tensor) -> torch.Tensor:
-    # view(dtype) would check the stride of a single element, which may be any.
-    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
+    return bytes_of(flat[:: -(-flat.numel() // _SAMPLES) | 1].contiguous())

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from shardkit.core.engine.root import buffers_of_ranks
 from shardkit.core.engine.step import state_of
 from shardkit.core.mesh import groups_of_copies
+from shardkit.core.tensors import bytes_of
 from shardkit.core.torch_compat import local_of
 
 
@@ -38,8 +39,6 @@ def broadcast_replicas(module: nn.Module) -> None:
     for tensor, groups, device_type in held:
         for ranks in groups:
             on_wire = tensor.detach().to(device_type).contiguous()
-            # As bytes: gloo lacks some dtypes. view(dtype) alone would check the stride of a single element.
-            sent = on_wire.as_strided((on_wire.numel(),), (1,)).view(torch.uint8)
-            dist.broadcast(sent, group=ranks, group_src=0)
+            dist.broadcast(bytes_of(on_wire), group=ranks, group_src=0)  # gloo lacks some dtypes
             if on_wire.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(on_wire)

@@ -172,3 +172,10 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
     return map_tensors(cast, value)
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor's memory as a flat uint8 view."""
+    assert tensor.is_contiguous(), f"strides {tensor.stride()} of {tuple(tensor.shape)}: memory of others lies between"
+    # A single element is contiguous whatever its strides are, but view(dtype) checks the strides.
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)

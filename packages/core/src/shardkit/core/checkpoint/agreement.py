@@ -20,10 +20,10 @@ from torch.distributed.tensor import DTensor
 from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from shardkit.core.checkpoint.leaves import MODEL, OPTIMIZER, SCHEDULER, Captured, LeafPath, name_of
 from shardkit.core.checkpoint.plan import boxes_of, is_in_group
-from shardkit.core.checkpoint.stored import bytes_of
 from shardkit.core.digests import number_of, numbers_of
 from shardkit.core.mesh import groups_of_copies
 from shardkit.core.runtime.collective import agree
+from shardkit.core.tensors import bytes_of
 
 T = TypeVar("T")
 

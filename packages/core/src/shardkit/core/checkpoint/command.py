@@ -23,10 +23,11 @@ from shardkit.core.checkpoint.leaves import LeafPath, LeftOut, name_of
 from shardkit.core.checkpoint.location import Location, location_of
 from shardkit.core.checkpoint.reading import checkpoint_of, raw_objects, read_objects, source_of, stored_tensors
 from shardkit.core.checkpoint.sources import weights_of_files
-from shardkit.core.checkpoint.stored import Checkpoint, StoredTensor, bytes_of, memory_of
+from shardkit.core.checkpoint.stored import Checkpoint, StoredTensor, memory_of
 from shardkit.core.checkpoint.terminal import counted, progress, run_conversion, say, sized, status_of
 from shardkit.core.checkpoint.verified_file import verify
 from shardkit.core.checkpoint.writers import DcpWriter, SafetensorsWriter, TorchWriter
+from shardkit.core.tensors import bytes_of
 
 
 def differences(

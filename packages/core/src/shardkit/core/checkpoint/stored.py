@@ -19,17 +19,11 @@ from shardkit.core.checkpoint.errors import CheckpointError
 from shardkit.core.checkpoint.index import Index
 from shardkit.core.checkpoint.leaves import LeafPath, name_of, unflatten, walk
 from shardkit.core.checkpoint.torch_files import release_pages
-
-
-def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor's memory as a flat uint8 view."""
-    assert tensor.is_contiguous(), f"strides {tensor.stride()} of {tuple(tensor.shape)}: memory of others lies between"
-    # A single element is contiguous whatever its strides are, but view(dtype) checks the strides.
-    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+from shardkit.core.tensors import bytes_of
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """The same for a CPU tensor, readable and writable."""
+    """`bytes_of` a CPU tensor, readable and writable."""
     flat: Any = bytes_of(tensor).numpy()
     return memoryview(flat)
 
